@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 import random
+import sys
 import traceback
 import warnings
 from collections import deque
@@ -59,7 +60,8 @@ _CONSTANT_OF_TRAINER = {
 }
 # Frames of these packages are not the user's.
 _PACKAGES = {
-    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "lightning_bucketddp"),
+    *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
+    "lightning_bucketddp",
 }
 # What asks for the number in an integer.
 _USES_OF_INDEX = [
@@ -79,10 +81,11 @@ def is_of_user(thing: Any) -> bool:
 
 def users_line(error: BaseException | None = None) -> str:
     """Return the last line of the user's own that `error` has come from, or that runs now, as ` at FILE:LINE`."""
+    others = _PACKAGES | sys.stdlib_module_names
     own = inspect.currentframe()  # with None, how many frames are left out depends on the version of Python
     frames = traceback.walk_stack(own) if error is None else reversed(list(traceback.walk_tb(error.__traceback__)))
     for frame, line in frames:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _PACKAGES:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in others:
             return f" at {frame.f_code.co_filename}:{line}"
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ class CUDAGraph:
         stream = torch.cuda.current_stream()
         # Others free cuBLAS' workspaces at any time, as Lightning does when a Trainer ends: one in the pool is ours.
         torch._C._cuda_clearCublasWorkspaces()
+        # A graph that is garbage, of a fit that has failed, would otherwise be collected in here, and end the capture.
+        gc.collect()
         try:
             # `thread_local`: NCCL's watchdog asks for its events meanwhile, and loaders pin memory.
             with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
@@ -96,22 +99,24 @@ def replay_backward(reducer: Reducer, captured: CapturedBackward, run: Callable[
     """Do around `run`, which replays a captured backward, what the host does around one."""
     reducer.refuse_after_failure()
     reducer.stats.num_replayed += 1
+    reducer.finiteness.begin()
     if reducer.is_alone:
-        reducer.finiteness.begin(reducer.stats)
         run()
+        reducer.finiteness.catch_up(reducer.stats)
         reducer.finish_alone()
         return
     if reducer.maker is not None:
         reducer.maker.begin_backward()
+        reducer.finiteness.catch_up(reducer.stats)  # ranks look at their shards together, before the next reduction
     weighting, factor, some_miss = reducer.weighting, None, False
     if weighting is not None:
         some_miss = captured.syncs and weighting.some_miss
         if weighting.begin(reducer.params, syncs=captured.syncs, trainable=captured.trainable):
             factor = reducer.factor_of_mean(captured.trainable)
     try:
-        # Last of all: it waits for the replay before, and until `run` the device has nothing to do.
-        reducer.finiteness.begin(reducer.stats)
         run()
+        # It waits for the replay before; the device has this one to go on with.
+        reducer.finiteness.catch_up(reducer.stats, has_gradients=False)
     except BaseException as error:
         reducer.fail(error)
         raise

@@ -9,7 +9,8 @@ Note: digests
 
     With `raise` and `skip` the host must wait for the device and read them, because what comes next depends on it. With
     `warn` nothing does: on a GPU they are copied without waiting, and read when the next backward begins. By then
-    gradients may have been clipped, but the buckets are not filled again yet.
+    gradients may have been clipped, but the buckets are not filled again yet. A replay is launched first, so that the
+    device does not wait for the host: it overwrites gradients, and weights, which are not finite either now, tell.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Finiteness:
         # The largest number by bucket, without its sign; None: all are finite.
         self._largest: list[Tensor | None] = []
         self.reads_late = config.on_nonfinite == "warn" and self._device.type == "cuda"
-        self._judge_late: Callable[[ReducerStats], None] | None = None  # digests that are on their way to the host
+        self._judge_late: Callable[[ReducerStats, bool], None] | None = None  # digests on their way to the host
         self._on_host: Tensor | None = None
         self._arrived = torch.cuda.Event() if self.reads_late else None  # type: ignore[no-untyped-call]
         self._nonfinite: dict[int, Tensor] = {}
@@ -88,10 +89,9 @@ class Finiteness:
             # Those of earlier micro-batches, which have not been reduced, count too.
             self.loss_digest = digest if self.loss_digest is None else self.loss_digest + digest
 
-    def begin(self, stats: ReducerStats) -> None:
-        """Forget what an unfinished backward has left, and read what is still unread."""
+    def begin(self) -> None:
+        """Forget what an unfinished backward has left."""
         self._largest.clear()  # of one that has not ended
-        self.catch_up(stats)
         # A gradient that is gone cannot be stepped with any more.
         self._nonfinite = {key: param for key, param in self._nonfinite.items() if param.grad is not None}
 
@@ -143,18 +143,18 @@ class Finiteness:
             arrived.record(torch.cuda.current_stream(digests.device))
         on_host, where = self._on_host, self._here(stats)
 
-        def judge(stats: ReducerStats) -> None:
+        def judge(stats: ReducerStats, has_gradients: bool) -> None:
             if arrived is not None:
                 arrived.synchronize()
-            self._judge(on_host, bucket_set, stats, where=where)
+            self._judge(on_host, bucket_set, stats, where=where, has_gradients=has_gradients)
 
         self._judge_late = judge
 
-    def catch_up(self, stats: ReducerStats) -> None:
-        """Act on digests that were not there yet."""
+    def catch_up(self, stats: ReducerStats, *, has_gradients: bool = True) -> None:
+        """Act on digests that were not there yet; `has_gradients`: theirs have not been overwritten since."""
         judge, self._judge_late = self._judge_late, None
         if judge is not None and not is_being_captured(self._device):
-            judge(stats)
+            judge(stats, has_gradients)
 
     def withholds(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` must not use its gradients. Ask once: they are expected to be gone then."""
@@ -170,7 +170,13 @@ class Finiteness:
         return f"backward {stats.num_backwards}" if self.where is None else self.where()
 
     def _judge(
-        self, digests: Tensor, bucket_set: BucketSet | None, stats: ReducerStats, *, where: str | None = None
+        self,
+        digests: Tensor,
+        bucket_set: BucketSet | None,
+        stats: ReducerStats,
+        *,
+        where: str | None = None,
+        has_gradients: bool = True,
     ) -> None:
         if math.isfinite(digests.sum().item()):
             return
@@ -187,7 +193,9 @@ class Finiteness:
         is_power_of_ten = str(stats.num_nonfinite).strip("0") == "1"
         is_reported = self._response == "raise" or is_power_of_ten
         # A loss that is not finite has made all gradients so: their names would say nothing.
-        names = self._named(bucket_set, of_buckets) if bucket_set and is_reported and not losses else []
+        names = []
+        if bucket_set is not None and is_reported and not losses:
+            names = self._named(bucket_set, of_buckets, has_gradients=has_gradients)
         if bucket_set is not None and self._response == "skip":  # no optimizer may use these gradients
             for bucket in bucket_set.buckets:
                 bucket.clear()
@@ -196,7 +204,7 @@ class Finiteness:
         if is_reported:
             self._report(where or self._here(stats), _explain(losses, ranks, names), stats.num_nonfinite)
 
-    def _named(self, bucket_set: BucketSet, of_buckets: Sequence[float]) -> list[str]:
+    def _named(self, bucket_set: BucketSet, of_buckets: Sequence[float], *, has_gradients: bool) -> list[str]:
         """Return the names of parameters whose gradients are not finite; the reduction has spread these to all ranks.
 
         What mixes the parameters of a bucket has all of them named: clipping by norm before a late reading, or a
@@ -206,7 +214,8 @@ class Finiteness:
         for bucket, plan, digest in zip(bucket_set.buckets, bucket_set.plan, of_buckets, strict=True):
             if not math.isfinite(digest):
                 # Gradients that are gone by now have gone into the weights.
-                nonfinite = [not tensor.isfinite().all() for tensor in bucket.gradients or bucket.params]
+                tensors = (has_gradients and bucket.gradients) or bucket.params
+                nonfinite = [not tensor.isfinite().all() for tensor in tensors]
                 if plan.sharded is not None and nonfinite:
                     of_all_ranks = torch.tensor(nonfinite, dtype=torch.float32, device=self._device)
                     self._collectives.maximum(of_all_ranks)

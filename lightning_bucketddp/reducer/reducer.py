@@ -168,7 +168,8 @@ class Reducer:
             yield
             return
         if self.is_alone:
-            self.finiteness.begin(self.stats)
+            self.finiteness.begin()
+            self.finiteness.catch_up(self.stats)
             yield
             self.finish_alone()
             return
@@ -277,7 +278,8 @@ class Reducer:
         with self._foreign.left_out():
             if captured is None:
                 self.factor = 1.0
-                self.finiteness.begin(self.stats)
+                self.finiteness.begin()
+                self.finiteness.catch_up(self.stats)
             self.give_back_memory()
             if self.maker is not None and captured is None:
                 self.maker.begin_backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange, Weighting
 from lightning_bucketddp.config import ReducerConfig, ReplicaChecks
+from lightning_bucketddp.graphs.replay import new_graph
 from lightning_bucketddp.recording.writer import StepRecorder, step_of
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import Replicas
@@ -277,6 +279,28 @@ def divided_buckets_hold_no_memory_between_steps(shard: ShardOption) -> None:
         optimizer.step()
     assert held < weights / 2 + 3 * 2**20, f"{held / 2**20:.1f} MiB, weights {weights / 2**20:.1f} MiB"
     reducer.close()
+
+
+def a_graph_that_is_garbage_leaves_captures_alone() -> None:
+    """As those of a fit that has failed are: its traceback holds them."""
+    number = torch.zeros((), device=device())
+    make_graph = new_graph(device())
+    assert make_graph is not None
+    with torch.cuda.stream(torch.cuda.Stream()):
+        garbage: list[Any] = [make_graph()]
+        garbage[0].capture(lambda: number.add_(1))
+        garbage.append(garbage)
+        del garbage
+
+        def body() -> None:
+            gc.collect()
+            number.add_(1)
+
+        graph = make_graph()
+        graph.capture(body)
+        graph.replay()
+    torch.cuda.synchronize()
+    assert number.item() == 1
 
 
 def a_captured_step_trains_like_others(

@@ -118,6 +118,7 @@ def tests() -> Iterator[Test]:
     for config in CONFIGS:
         yield on_two(cuda.a_recorded_step_never_makes_the_host_wait, config=config)
     yield on_two(cuda.a_recorded_step_never_makes_the_host_wait, config="plain", shard=True)
+    yield on_two(cuda.a_graph_that_is_garbage_leaves_captures_alone)
     yield on_two(cuda.a_captured_step_trains_like_others)
     yield from user_collectives_tests()
     for counted in ([0, 1], [1]):
