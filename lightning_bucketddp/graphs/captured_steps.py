@@ -33,21 +33,28 @@ from typing import Any, Protocol
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.graphs.proof import (
     NotCapturedError,
-    Outcome,
     PythonState,
     StepStart,
-    Values,
     checked_call,
     compute_watched,
     explain_failure,
     is_of_user,
     methods_replaced,
 )
-from lightning_bucketddp.graphs.replay import CUDAGraph, captured_in, is_replayable, replay_backward, take_gradients
+from lightning_bucketddp.graphs.replay import (
+    CUDAGraph,
+    Outcome,
+    Values,
+    captured_in,
+    is_replayable,
+    replay_backward,
+    take_gradients,
+)
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.launch_queue import CapturedBackward
 from lightning_bucketddp.reducer.reducer import Reducer
@@ -393,8 +400,13 @@ def find_obstacle(trainer: Any, reducer: Reducer) -> str:
     for owner in (module, *trainer.callbacks):
         for name in (*_HOOKS_IN_CLOSURE, *(("backward", "optimizer_zero_grad") if owner is module else ())):
             # Lightning's classes have these hooks, and do nothing in them.
-            if (method := getattr(type(owner), name, None)) is not None and is_of_user(method):
+            if (method := getattr(owner, name, None)) is not None and is_of_user(method):
                 return f"`{type(owner).__name__}.{name}` runs within it"
+    optimizer, params = trainer.optimizers[0], set(module.parameters())
+    if type(optimizer).zero_grad is not Optimizer.zero_grad:
+        return f"`{type(optimizer).__name__}.zero_grad` may do more than torch's"
+    if any(param not in params for group in optimizer.param_groups for param in group["params"]):
+        return "the optimizer has parameters that the module has not"
     return "a communication hook may do other things in each step" if reducer.uses_hook else ""
 
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 import random
 import sys
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +30,9 @@ from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_bucketddp.graphs.replay import Outcome, Values
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.sharding.gradient import copy_of, own_part
+from lightning_bucketddp.sharding.gradient import copy_of
 from lightning_bucketddp.trainer_internals import SET_BY_LIGHTNING, ClosureParts, replace_method, trainer_replaced
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), np.generic, torch.dtype, torch.device, torch.Size)
@@ -193,143 +194,101 @@ class PythonState:
     """Attributes of all modules, what they hold, and where their tensors are: compared before each replay."""
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
-        self._on_host = device.type == "cpu"
-        # What holds something under a key, what that is, where it is if it is a tensor, and its name.
-        self._values: list[tuple[Any, Any, Any, Any, str]] = []
-        self._sizes: list[tuple[Any, int, str]] = []
+        # What holds something under a key, what that is, and its name. Lists of each: a replay takes little longer than
+        # a loop in Python over all of them would.
+        self._owners: list[Any] = []
+        self._keys: list[Any] = []
+        self._values: list[Any] = []
+        self._names: list[str] = []
+        self._texts: dict[int, str] = {}  # of values that change under no key, by position
+        self._containers: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._name_of: dict[int, str] = {}  # by the id of a container or a tensor
         self._visited: set[int] = set()
         for path, module in root.named_modules():
             own = vars(module)
-            self._sizes.append((own, len(own), path or type(module).__name__))
+            self._add(self._containers, own, path or type(module).__name__)
             for key, value in own.items():
                 name = f"{path}.{key}" if path else key
                 if key in ("_parameters", "_buffers"):
                     self._look_into(value, name)
                 elif key not in _NOT_OF_THE_USER:
                     self._note(own, key, value, name)
+        self._sizes = list(map(len, self._containers))
+        self._places = list(map(Tensor.data_ptr, self._tensors))
+        # A graph reads what is in a tensor, but of one on the CPU what was in it.
+        are_read = device.type == "cpu"
+        self._fixed = [each for each in self._tensors if each.is_cpu and not are_read and not each.is_inference()]
+        self._versions = [tensor._version for tensor in self._fixed]
+
+    def _add(self, things: list[Any], thing: Any, name: str) -> None:
+        things.append(thing)
+        self._name_of[id(thing)] = name
 
     def _note(self, owner: Any, key: Any, value: Any, name: str) -> None:
-        place = self._place_of(value) if isinstance(value, Tensor) else None
-        self._values.append((owner, key, _kept(value), place, name))
-        if not isinstance(value, (*_PLAIN, Tensor, nn.Module)) and id(value) not in self._visited:
+        if (text := _text_of(value)) is not None:
+            self._texts[len(self._values)] = text
+        self._owners.append(owner)
+        self._keys.append(key)
+        self._values.append(value)
+        self._names.append(name)
+        if isinstance(value, Tensor):
+            self._add(self._tensors, value, name)
+        elif not isinstance(value, (*_PLAIN, nn.Module)) and id(value) not in self._visited:
             self._visited.add(id(value))
             self._look_into(vars(value) if hasattr(value, "__dict__") and is_of_user(type(value)) else value, name)
 
     def _look_into(self, inside: Any, name: str) -> None:
         if isinstance(inside, dict | list | tuple | deque):
-            self._sizes.append((inside, len(inside), name))
+            self._add(self._containers, inside, name)
             if len(inside) <= _MOST_ENTRIES:
                 for each, item in list(inside.items() if isinstance(inside, dict) else enumerate(inside)):
                     self._note(inside, each, item, f"{name}[{each!r}]")
 
-    def _place_of(self, tensor: Tensor) -> tuple[int, int]:
-        """Return where a tensor is. A graph reads what is there, but of one on the CPU what was there."""
-        is_fixed = tensor.is_cpu and not self._on_host and not tensor.is_inference()
-        return tensor.data_ptr(), tensor._version if is_fixed else 0
-
     def find_change(self) -> str:
         """Return the name of something that is not as it was; empty: all is."""
-        for container, size, name in self._sizes:
-            if len(container) != size:
-                return name
-        for owner, key, value, place, name in self._values:
-            try:
-                now = owner[key]
-            except KeyError:
-                return name
-            if place is not None:
-                if now is not value or self._place_of(now) != place:
-                    return name
-            elif now is not value:
-                now = _kept(now)
-                if type(now) is not type(value) or not isinstance(value, _PLAIN) or now != value:
-                    return name
-        return ""
+        if change := self._first_other(self._containers, map(len, self._containers), self._sizes):
+            return change
+        try:
+            values = list(map(operator.getitem, self._owners, self._keys))
+        except KeyError as error:
+            return str(error.args[0])
+        if not all(map(operator.is_, values, self._values)):
+            for position, (now, value) in enumerate(zip(values, self._values, strict=True)):
+                if now is not value and position not in self._texts and not _are_equal(now, value):
+                    return self._names[position]
+        for position, text in self._texts.items():
+            if _text_of(values[position]) != text:
+                return self._names[position]
+        return self._first_other(self._tensors, map(Tensor.data_ptr, self._tensors), self._places) or self._first_other(
+            self._fixed, (tensor._version for tensor in self._fixed), self._versions
+        )
+
+    def _first_other(self, things: list[Any], now: Iterable[int], before: list[int]) -> str:
+        """Return the name of the first of `things` whose number is another now; empty: none is."""
+        if (numbers := list(now)) == before:
+            return ""
+        return next(
+            self._name_of[id(thing)] for thing, *both in zip(things, numbers, before, strict=True) if both[0] != both[1]
+        )
 
 
-def _kept(value: Any) -> Any:
-    """Return what `value` is compared by: itself, or the text of what is in it and changes without a key."""
+def _are_equal(one: Any, another: Any) -> bool:
+    return type(one) is type(another) and isinstance(one, _PLAIN) and one == another
+
+
+def _text_of(value: Any) -> str | None:
+    """Return what is in `value`, if that changes under no key."""
     for kind, state_of in _STATES.items():
         if isinstance(value, kind) and getattr(value, "size", 0) <= _MOST_ENTRIES:
             return str(state_of(value))
-    return value
+    return None
 
 
 def random_states(device: torch.device) -> tuple[Any, ...]:
     """Return the states of the generators on the host that a step on `device` has no need of."""
     of_torch = b"" if device.type == "cpu" else torch.get_rng_state().numpy().tobytes()
     return random.getstate(), str(np.random.get_state(legacy=False)), of_torch
-
-
-# Kernels that add in no fixed order differ from run to run by rounding.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
-_OTHER_ROUNDING = 2e-2
-
-
-class Values(NamedTuple):
-    """What a step logs and returns."""
-
-    tensors: list[Tensor]
-    numbers: list[Any]  # Python's
-
-    @classmethod
-    def of(cls, collection: Any) -> Values:
-        tensors: list[Tensor] = []
-        numbers: list[Any] = []
-        apply_to_collection(collection, Tensor, tensors.append)
-        apply_to_collection(collection, (int, float), numbers.append)
-        return cls(tensors, numbers)
-
-    def copied(self) -> Values:
-        return Values([tensor.clone() for tensor in self.tensors], self.numbers)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a step has computed."""
-
-    values: Values
-    gradients: list[Tensor | None]
-    buffers: list[Tensor]
-
-    @classmethod
-    def of(cls, module: nn.Module, values: Values, gradients: Sequence[Tensor | None]) -> Outcome:
-        """Copy it."""
-        copies = [None if gradient is None else own_part(gradient).clone() for gradient in gradients]
-        return cls(values.copied(), copies, [buffer.clone() for buffer in module.buffers()])
-
-    def find_difference(self, other: Outcome, module: nn.Module, *, factor: float) -> str:
-        """Return what is another there, in words; empty: nothing is, but for rounding and `factor`, of gradients."""
-        tensors, of_other = self.values.tensors, other.values.tensors
-        if len(tensors) != len(of_other) or self.values.numbers != other.values.numbers:
-            return "a number that is logged or returned"
-        names = ["the loss", *("an output or a logged value" for _ in tensors[1:])]
-        names += [f"the gradient of `{name}`" for name, _ in module.named_parameters()]
-        names += [f"`{name}`" for name, _ in module.named_buffers()]
-        gradients = self.gradients
-        if factor != 1:
-            gradients = [None if gradient is None else own_part(gradient) * factor for gradient in gradients]
-        ours = [*tensors, *gradients, *self.buffers]
-        theirs = [*of_other, *other.gradients, *other.buffers]
-        for name, one, another in zip(names, ours, theirs, strict=True):
-            if not _are_alike(one, another):
-                return name
-        return ""
-
-
-def _are_alike(one: Tensor | None, another: Tensor | None) -> bool:
-    if one is None or another is None:
-        return one is another
-    one, another = own_part(one), own_part(another)
-    if one.shape != another.shape or one.dtype != another.dtype:
-        return False
-    if torch.equal(one, another) or not one.numel():
-        return True
-    if not (one.is_floating_point() or one.is_complex()):
-        return False
-    one, another = one.nan_to_num(), another.nan_to_num()
-    tolerance = _ROUNDING.get(one.dtype, _OTHER_ROUNDING)
-    return bool((one - another).abs().max() <= tolerance * another.abs().max())
 
 
 class StepStart:

@@ -1,19 +1,21 @@
-"""A CUDA graph, and the host's part of the backward in it: when it is captured, and in each replay."""
+"""A CUDA graph, what it computes, and the host's part of the backward in it: when it is captured, and in replays."""
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 
 from lightning_bucketddp.reducer.launch_queue import CapturedBackward
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.sharding.gradient import own_part
 
 _LAUNCHED_WITHIN_S = 1.0
 
@@ -142,3 +144,74 @@ def take_gradients(reducer: Reducer, factor: float = 1.0) -> None:
     """Take over averaged gradients that parameters were given outside of a backward, multiplied by `factor`."""
     if reducer.bucket_set is not None and reducer.is_synchronised and (factor != 1 or reducer.maker is not None):
         reducer.bucket_set.take_gradients(factor)
+
+
+# Kernels that add in no fixed order differ from run to run by rounding.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+_OTHER_ROUNDING = 2e-2
+
+
+class Values(NamedTuple):
+    """What a step logs and returns."""
+
+    tensors: list[Tensor]
+    numbers: list[Any]  # Python's
+
+    @classmethod
+    def of(cls, collection: Any) -> Values:
+        tensors: list[Tensor] = []
+        numbers: list[Any] = []
+        apply_to_collection(collection, Tensor, tensors.append)
+        apply_to_collection(collection, (int, float), numbers.append)
+        return cls(tensors, numbers)
+
+    def copied(self) -> Values:
+        return Values([tensor.clone() for tensor in self.tensors], self.numbers)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step has computed."""
+
+    values: Values
+    gradients: list[Tensor | None]
+    buffers: list[Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module, values: Values, gradients: Sequence[Tensor | None]) -> Outcome:
+        """Copy it."""
+        copies = [None if gradient is None else own_part(gradient).clone() for gradient in gradients]
+        return cls(values.copied(), copies, [buffer.clone() for buffer in module.buffers()])
+
+    def find_difference(self, other: Outcome, module: nn.Module, *, factor: float) -> str:
+        """Return what is another there, in words; empty: nothing is, but for rounding and `factor`, of gradients."""
+        tensors, of_other = self.values.tensors, other.values.tensors
+        if len(tensors) != len(of_other) or self.values.numbers != other.values.numbers:
+            return "a number that is logged or returned"
+        names = ["the loss", *("an output or a logged value" for _ in tensors[1:])]
+        names += [f"the gradient of `{name}`" for name, _ in module.named_parameters()]
+        names += [f"`{name}`" for name, _ in module.named_buffers()]
+        gradients = self.gradients
+        if factor != 1:
+            gradients = [None if gradient is None else own_part(gradient) * factor for gradient in gradients]
+        ours = [*tensors, *gradients, *self.buffers]
+        theirs = [*of_other, *other.gradients, *other.buffers]
+        for name, one, another in zip(names, ours, theirs, strict=True):
+            if not _are_alike(one, another):
+                return name
+        return ""
+
+
+def _are_alike(one: Tensor | None, another: Tensor | None) -> bool:
+    if one is None or another is None:
+        return one is another
+    one, another = own_part(one), own_part(another)
+    if one.shape != another.shape or one.dtype != another.dtype:
+        return False
+    if torch.equal(one, another) or not one.numel():
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    one, another = one.nan_to_num(), another.nan_to_num()
+    tolerance = _ROUNDING.get(one.dtype, _OTHER_ROUNDING)
+    return bool((one - another).abs().max() <= tolerance * another.abs().max())

@@ -189,6 +189,35 @@ class Hooked(Network):
             param.grad.mul_(0.5)
 
 
+class Elsewhere(Network):
+    """Trains a parameter that no module knows of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = [nn.Parameter(torch.ones(()))]
+
+    def on_fit_start(self) -> None:
+        self.others[0].data = self.others[0].data.to(self.device)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.loss(batch) * self.others[0]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.others], lr=0.01)
+
+
+class Zeroing(Network):
+    """Has an optimizer that counts in its own `zero_grad`, and steps less and less."""
+
+    def configure_optimizers(self) -> Any:
+        class CountingSGD(torch.optim.SGD):
+            def zero_grad(self, set_to_none: bool = True) -> None:
+                self.param_groups[0]["lr"] *= 0.9
+                super().zero_grad(set_to_none)
+
+        return CountingSGD(self.parameters(), lr=0.1)
+
+
 class Unused(Network):
     def __init__(self) -> None:
         super().__init__()
@@ -449,6 +478,12 @@ PROGRAMS = {
     "item": Program(Looking, reason=f"waits for the device at {__file__}", needs_gpu=True),
     "synchronize": Program(Waiting, reason="capturing raised at ", needs_gpu=True),
     "hook_in_closure": Program(Hooked, reason="`Hooked.on_after_backward` runs within it"),
+    "hook_of_lambda": Program(
+        callbacks=lambda: [LambdaCallback(on_after_backward=lambda trainer, pl_module: None)],
+        reason="`LambdaCallback.on_after_backward` runs within it",
+    ),
+    "parameter_elsewhere": Program(Elsewhere, reason="the optimizer has parameters that the module has not"),
+    "own_zero_grad": Program(Zeroing, reason="`CountingSGD.zero_grad` may do more"),
     "unused": Program(Unused, reason="got no gradient", of_several_ranks=True),
     "hook_on_module": Program(
         callbacks=lambda: [LambdaCallback(on_train_start=hook_first)], reason="`first` has a hook"
