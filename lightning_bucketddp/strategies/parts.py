@@ -56,7 +56,7 @@ class BufferSync(RunPart):
     def before_validation_step(self) -> None:
         if self._validation_has_begun:
             self._validation_has_begun = False
-            self.before_evaluation()
+            self.before_forward()
 
     def end_training(self) -> None:
         self._num_backwards_shared = -1

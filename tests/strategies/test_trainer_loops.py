@@ -57,6 +57,22 @@ class Watching(Regression):
         self.validated_at.append(self.global_step)
 
 
+class Averaging(Watching):
+    """Trains, and validates, with a mean of what it has seen: a buffer, which ranks have each their own of at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        self.seen = 0.9 * self.seen + 0.1 * batch[0].mean()
+        return super().training_step(batch) * (1 + self.seen)
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        super().validation_step(batch)
+        self.batches.append(float(self.seen))
+
+
 class Scheduled(Watching):
     """Has a scheduler of one of the kinds that Lightning steps."""
 
@@ -95,7 +111,7 @@ LOOPS = {
     "limits": Loops({"limit_train_batches": 0.5, "limit_val_batches": 2}),
     "max_steps": Loops({"max_steps": 13}, epochs=None),
     "min_epochs": Loops({"min_epochs": 2, "max_steps": 25}, epochs=None),
-    "validation_within_epochs": Loops({"val_check_interval": 3, "accumulate_grad_batches": 2}),
+    "validation_within_epochs": Loops({"val_check_interval": 3, "accumulate_grad_batches": 2}, Averaging),
     "new_loaders_each_epoch": Loops({"reload_dataloaders_every_n_epochs": 1}),
     # Prints nothing, logs nothing, and refuses what the quiet Trainer of the tests says anyway.
     "barebones": Loops({"barebones": True}),
