@@ -307,7 +307,7 @@ PARTS = [
             share,
             partial(fits_on, settings=captured(model, steps=steps), on=on),
         )
-        for model, steps, share in (("tiny_layers", 20, 8), ("gpt2", 4, 16), ("resnet50", 8, 12))
+        for model, steps, share in (("tiny_layers", 20, 16), ("gpt2", 4, 14), ("resnet50", 8, 12))
         for ranks, on in (("1 rank", "one rank"), ("2 ranks", BY_US))
     ),
     *(

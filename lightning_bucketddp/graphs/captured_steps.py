@@ -208,12 +208,12 @@ class CapturedSteps(RunPart):
 
     def run(self, closure: ClosureParts) -> Any:
         """Run the closure of a batch, or replay it."""
-        if self._has_ended or not closure.has_backward or not self._reducer.is_settled:
+        if self._has_ended or not closure.has_backward or (trainable := self._reducer.settled()) is None:
             return closure.run()
         self._num_closures += 1
         key, tensors = self._key(closure)
         step = None if key is None else self._steps.get(key)
-        if step is not None and (changed := self._find_change(step)):
+        if step is not None and (changed := self._find_change(step, trainable)):
             # It will be captured again, as it is now.
             del self._steps[key]
             self._num_recaptured += 1
@@ -244,9 +244,10 @@ class CapturedSteps(RunPart):
         how = (closure.zero_grad is None, self._reducer.is_synchronised, self.trainer.accumulate_grad_batches)
         return (signature, how, self.host.loss_factor()), tensors
 
-    def _find_change(self, step: _Step) -> str:
+    def _find_change(self, step: _Step, trainable: tuple[bool, ...]) -> str:
         """Return the name of something that is not as it was when `step` was captured; empty: all is."""
-        return step.state.find_change() or ("" if is_replayable(self._reducer, step.backward) else "requires_grad")
+        can_replay = is_replayable(self._reducer, step.backward, trainable)
+        return step.state.find_change() or ("" if can_replay else "requires_grad")
 
     def _wish(self, key: Any, *, can_replay: bool) -> str:
         """Return what all ranks do in this step besides training. All of them ask this in the same steps."""
@@ -260,14 +261,17 @@ class CapturedSteps(RunPart):
         return key is not None and key not in self._steps and len(self._steps) < _MOST_GRAPHS
 
     def _replay(self, step: _Step, closure: ClosureParts, tensors: list[Tensor]) -> Any:
-        if closure.zero_grad is not None:
+        weighting = self._reducer.weighting
+        # All gradients are overwritten. Only this would take them for some that are to be kept.
+        if closure.zero_grad is not None and weighting is not None and weighting.by_weight:
             closure.zero_grad()
         self.host.before_forward()
 
         def run() -> None:
             step.graph.replay()
             for param, gradient in zip(step.params, step.gradients, strict=True):
-                param.grad = gradient
+                if param.grad is not gradient:
+                    param.grad = gradient
             if self._reducer.is_alone:
                 self._reducer.finiteness.see_loss(step.result.loss)
 

@@ -89,9 +89,8 @@ def captured_in(reducer: Reducer, loss_digest: Tensor | None) -> Iterator[Captur
             setattr(reducer.stats, field.name, getattr(stats, field.name))
 
 
-def is_replayable(reducer: Reducer, captured: CapturedBackward) -> bool:
+def is_replayable(reducer: Reducer, captured: CapturedBackward, trainable: tuple[bool, ...]) -> bool:
     """Return whether the plan, which is settled, and what is trainable are what they were then."""
-    trainable = reducer.trainable()
     if reducer.is_alone or trainable != captured.trainable:
         return trainable == captured.trainable
     return reducer.plans.bucket_set(trainable) is captured.bucket_set

@@ -211,12 +211,12 @@ class Reducer:
         if self._no_sync_depth == 0 and self.captured is None:
             self._failure = f"{type(error).__name__}: {error}"
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether what is trainable now has a plan, and no better one is being looked for."""
+    def settled(self) -> tuple[bool, ...] | None:
+        """Return what is trainable now if it has a plan, and no better one is being looked for; None: not so."""
+        trainable = self.trainable()
         # In a step in which something was frozen nothing is captured, nor replayed: that would give it a gradient.
-        is_frozen = self.accumulated and self.trainable() != tuple([param.requires_grad for param in self.params])
-        return self.is_alone or (not is_frozen and self.plans.is_settled(self.trainable()))
+        is_frozen = self.accumulated and trainable != tuple([param.requires_grad for param in self.params])
+        return trainable if self.is_alone or (not is_frozen and self.plans.is_settled(trainable)) else None
 
     def num_hooks(self, param: Tensor) -> int:
         return int(not self.is_alone and id(param) in self._index_of)

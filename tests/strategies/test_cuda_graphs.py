@@ -79,6 +79,8 @@ class RunAgain:
         now = attributes_of(self._module)
         for own, key, value in self._attributes:
             own[key] = value
+        for param, gradient in zip(self._step.params, self._step.before, strict=True):
+            param.grad = gradient
         with torch.enable_grad():
             step = self._body()
         for own, key, value in now:

@@ -60,6 +60,8 @@ class Watching(Regression):
 class Averaging(Watching):
     """Trains, and validates, with a mean of what it has seen: a buffer, which ranks have each their own of at times."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(()), persistent=False)
