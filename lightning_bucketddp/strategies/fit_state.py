@@ -317,8 +317,7 @@ def set_up_model(strategy: TrainerStrategy, model: nn.Module) -> None:
         _make_reducer(strategy, model, state.replicas)
     if options.broadcast_buffers:
         is_manual = strategy.lightning_module is not None and not strategy.lightning_module.automatic_optimization
-        stats = None if state.reducer is None else state.reducer.stats
-        state.buffers = BufferSync(state.replicas, stats, once=state.is_fit and is_manual)
+        state.buffers = BufferSync(state.replicas, state.reducer, once=state.is_fit and is_manual)
 
 
 def divide_optimizers(strategy: TrainerStrategy, model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange, We
 from lightning_bucketddp.data.uneven_data import UnevenData
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.observer import ReducerStats
+from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
@@ -30,33 +31,39 @@ class BufferSync(RunPart):
     """Gives the ranks rank 0's buffers before something reads them."""
 
     replicas: Replicas
-    stats: ReducerStats | None  # what the reducer has done since; None if nothing trains
+    reducer: Reducer | None  # None: nothing trains
     # Only before the first forward, and when training ends. So it is under `ddp` with manual optimization: Lightning
     # has torch DDP take no forward for one that a synchronised backward follows.
     once: bool
     _num_backwards_shared: int = -1
+    _ended_synchronised: bool = True  # the last forward; also without a backward, as SWA's for batch statistics
     _validation_has_begun: bool = False
 
     def before_forward(self) -> None:
+        self._share_if_due()
+        self._ended_synchronised = self.reducer is None or self.reducer.is_synchronised
+
+    def _share_if_due(self) -> None:
         # Before the first forward after a synchronised backward, as torch DDP does.
-        if self.stats is not None and self._num_backwards_shared != self.stats.num_backwards:
+        if self.reducer is not None and self._num_backwards_shared != self.reducer.stats.num_backwards:
             self.before_evaluation()
 
     def before_evaluation(self) -> None:
         if self.once and self._num_backwards_shared >= 0:
             return
-        if self.stats is not None:
-            self._num_backwards_shared = self.stats.num_backwards
+        if self.reducer is not None:
+            self._num_backwards_shared = self.reducer.stats.num_backwards
         self.replicas.broadcast_buffers()
 
     def begin_validation(self) -> None:
-        # As torch DDP does: until its first step callbacks exchange weights and statistics.
+        # As torch DDP does, until its first step: callbacks exchange weights and statistics before.
         self._validation_has_begun = True
 
     def before_validation_step(self) -> None:
         if self._validation_has_begun:
             self._validation_has_begun = False
-            self.before_forward()
+            if self._ended_synchronised:  # else ranks have each their own, in the middle of an accumulation window
+                self.before_evaluation()
 
     def end_training(self) -> None:
         self._num_backwards_shared = -1
@@ -66,7 +73,7 @@ class BufferSync(RunPart):
         """Return the buffers that are equal on all ranks now, by name."""
         if self.once:
             return {}
-        self.before_forward()
+        self._share_if_due()
         return self.replicas.buffers()
 
 
