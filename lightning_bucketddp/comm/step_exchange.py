@@ -205,7 +205,8 @@ class Weighting:
     # The mean is over all weight there is, whatever the number of micro-batches. Otherwise each micro-batch is meant to
     # have weight one, and only what falls short of that is made up for.
     by_weight: bool
-    nobody_contributed: bool = False
+    nobody_contributed: bool = False  # to the gradients of a step, which may be those of several backwards
+    has_stepped: bool = True  # since the last synchronised backward; whoever takes the step sets it
     trainable_differs: bool = False
     some_miss: bool = False  # whether a rank has missed a gradient in the backward before the last
     _num_missing: int = 0
@@ -213,6 +214,8 @@ class Weighting:
     _trainable_id: int = 0
     _weights: list[float] = field(default_factory=list)
     _num_skipped: int = 0
+    _adds_nothing: bool = False  # any rank, to the last backward
+    # What gradients were before the first micro-batch, where that may be needed.
     _put_aside: list[tuple[Tensor, Tensor]] | None = None
 
     def add(self, weight: float, *, skipped: bool = False) -> None:
@@ -226,25 +229,31 @@ class Weighting:
         self._num_skipped = 0
         self._put_aside = None
 
+    def looks_at_earlier(self, *, syncs: bool) -> bool:
+        """Return whether it matters to the backward that comes next what gradients were before it."""
+        return self.by_weight or not syncs or sum(self._weights) < len(self._weights)
+
     def begin(self, params: Sequence[Tensor], *, syncs: bool, trainable: tuple[bool, ...]) -> bool:
         """Tell the other ranks, if the backward synchronises, what the gradients of this step weigh here.
 
         Return whether the set has changed: then `factor` must be asked for before anything is launched (Note: one set
         of trainable parameters).
         """
-        if self.by_weight and self._put_aside is None:
+        if self._put_aside is None and self.looks_at_earlier(syncs=syncs):
             self._put_aside = [(param, param.grad.clone()) for param in params if param.grad is not None]
-            for param, _ in self._put_aside:
+            for param, _ in self._put_aside if self.by_weight else ():
                 param.grad = None
         has_changed = syncs and trainable != self._trainable
         if has_changed:
             self._trainable = trainable
             self._trainable_id = id_of(bytes(trainable))
-        if syncs and not self.by_weight and self._weights and not any(self._weights):
-            # `factor` makes up for this rank, which adds nothing, also in what gradients were before: so it has none.
-            for param in [param for param, is_trained in zip(params, trainable, strict=True) if is_trained]:
+        if syncs and not self.by_weight and sum(self._weights) < len(self._weights):
+            # `factor` makes up for what this rank lacks, also in what gradients were before: it has less of that.
+            is_trained = {id(param) for param, trains in zip(params, trainable, strict=True) if trains}
+            self._put_aside = [kept for kept in self._put_aside or () if id(kept[0]) in is_trained]
+            for param, earlier in self._put_aside:
                 if param.grad is not None:
-                    param.grad.zero_()
+                    param.grad.sub_(earlier, alpha=1 - sum(self._weights) / len(self._weights))
         if syncs:
             full_weight = bool(self._weights) if self.by_weight else len(self._weights)
             self.exchange.send(
@@ -264,7 +273,9 @@ class Weighting:
         told = self.exchange.receive()
         self.some_miss = told.greatest.num_missing > 0
         self.trainable_differs = told.least.trainable != told.greatest.trainable
-        self.nobody_contributed = told.weight == 0 and told.full_weight > 0
+        self._adds_nothing = told.weight == 0 and told.full_weight > 0
+        self.nobody_contributed = self._adds_nothing and (self.has_stepped or self.nobody_contributed)
+        self.has_stepped = False
         return told.full_weight / told.weight if told.weight > 0 else 1.0, told.num_skipped
 
     def compare_missing(self, missing: Collection[int], *, some_miss: bool) -> bool:
@@ -279,7 +290,7 @@ class Weighting:
 
     def end(self) -> None:
         """Give back what was put aside: the gradients of the step are final."""
-        for param, earlier in self._put_aside or ():
+        for param, earlier in self._put_aside or () if self.by_weight or self._adds_nothing else ():
             param.grad = earlier if param.grad is None else param.grad.add_(earlier)
         self._put_aside = None
 

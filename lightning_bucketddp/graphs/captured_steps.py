@@ -261,11 +261,12 @@ class CapturedSteps(RunPart):
         return key is not None and key not in self._steps and len(self._steps) < _MOST_GRAPHS
 
     def _replay(self, step: _Step, closure: ClosureParts, tensors: list[Tensor]) -> Any:
-        weighting = self._reducer.weighting
-        # All gradients are overwritten. Only this would take them for some that are to be kept.
-        if closure.zero_grad is not None and weighting is not None and weighting.by_weight:
-            closure.zero_grad()
         self.host.before_forward()
+        self.host.weigh(torch.ones(()))  # what it comes to is in the graph
+        weighting, syncs = self._reducer.weighting, self._reducer.is_synchronised
+        # The replay overwrites them anyway.
+        if closure.zero_grad is not None and weighting is not None and weighting.looks_at_earlier(syncs=syncs):
+            closure.zero_grad()
 
         def run() -> None:
             step.graph.replay()
@@ -277,7 +278,6 @@ class CapturedSteps(RunPart):
 
         with torch.no_grad():
             step.read(tensors)
-            self.host.weigh(torch.ones(()))  # what it comes to is in the graph
             with self.host.replayed_backward():
                 replay_backward(self._reducer, step.backward, run)
             result = copy.copy(step.result)

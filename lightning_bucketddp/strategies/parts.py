@@ -167,7 +167,8 @@ class BatchWeighting(RunPart):
     _skipped_loss: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self._withholds_empty_steps = self.uneven_data is not None
+        # A rank that repeats a batch has gradients, of zero, by which an optimizer with momentum would step.
+        self._withholds_empty_steps = self.uneven_data is not None or self.extends_uneven_data
         if self.exchange is not None:
             self.uneven_data = self.uneven_data or UnevenData(self.exchange, extends=self.extends_uneven_data)
             self.weighting = Weighting(self.exchange, by_weight=self.weight_of is not None)
@@ -213,6 +214,10 @@ class BatchWeighting(RunPart):
             self.exchange.epoch = self.trainer.current_epoch
             self.exchange.num_batches = batch_idx + 1
             self.uneven_data.begin_batch()
+
+    def complete_step(self) -> None:
+        if self.weighting is not None:
+            self.weighting.has_stepped = True
 
     def forget_step(self) -> None:
         """Drop what belongs to a step that does not end."""

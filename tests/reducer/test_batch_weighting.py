@@ -390,6 +390,10 @@ def test_gradients_of_before_stay_what_they_are_where_a_rank_adds_nothing(sharde
         fit_and_keep_gradients, batches=[[2, 6, 1, 3], [6, -1, 3, 3]], steps_each=True, options=options
     )
     assert skipped == [[[-(4 + (4 + 6) + 2 + (2 + 3))] * 2] * 2] * 2
+    nobody = run_on_ranks(
+        fit_and_keep_gradients, batches=[[2, -1, 1, 3], [6, -1, 3, 3]], steps_each=True, options=options
+    )
+    assert nobody == [[[-(4 + 4 + 2 + (2 + 3))] * 2] * 2] * 2
     out_of_data = run_on_ranks(
         fit_and_keep_gradients,
         batches=[[2, 6, 1, 3], [6, 6, 3]],
@@ -448,6 +452,8 @@ UNEVEN_DATA = {
     # A rank without data adds nothing to batch statistics.
     "batchnorm": Setting(UNEVEN, data="stream", batchnorm=True),
     "even": Setting(EVEN, data="stream"),
+    # Momentum would move the weights in a step that no batch asks for.
+    "nothing to learn from where data is left": Setting([[4] * 6, [4]], skipped=[(0, 2), (0, 3)], accumulate=2),
 }
 
 
