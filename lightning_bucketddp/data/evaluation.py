@@ -79,8 +79,8 @@ class Rounds:
 
     part: Part
     has_last_apart: bool
-    # Of the current pass. Batches behind this rank's own are repeated; behind whole rounds some rank repeats one.
-    # Infinite until it is known.
+    # Batches behind this rank's own are repeated; behind whole rounds some rank repeats one. Right for batches that are
+    # dealt out, also if somebody looks at the first ones again meanwhile; infinite until it is known.
     num_own_batches: float = math.inf
     num_whole_rounds: float = math.inf
 
@@ -94,12 +94,15 @@ class Rounds:
 
     def deal(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Return this rank's batch of each round. Three batches are held at a time, and never all."""
-        self.num_own_batches = self.num_whole_rounds = math.inf
         number = 0
         for first, own, is_whole in self._rounds(iter(batches)):
             if not is_whole:
                 self.num_whole_rounds = min(self.num_whole_rounds, number)
+            elif number >= self.num_whole_rounds:  # those of an earlier pass, which had fewer
+                self.num_whole_rounds = math.inf
             if own is not _MISSING:
+                if number >= self.num_own_batches:
+                    self.num_own_batches = math.inf
                 number += 1
                 yield own
             else:

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 class AutoResume:
     """Finds the checkpoints of a run again (Note: what a run is), if it `is_on`."""
 
-    # Of this program, by what they have in common.
-    num_fits_ended: ClassVar[Counter[str]] = Counter()
+    # Of this program, by what they have in common: a run, and where it is.
+    num_fits_ended: ClassVar[Counter[tuple[str, str]]] = Counter()
     # As the user gave them: Lightning puts others in their place.
     _directories: ClassVar[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 
@@ -75,8 +75,8 @@ class AutoResume:
             return
         arguments = inspect.signature(function).bind(*args).arguments
         self._is_path_given = bool(arguments.get("ckpt_path")) or has_ckpt_path(trainer)
-        of_run = self._describe_run(trainer, arguments)
-        self._name = f"{of_run}-{self.num_fits_ended[of_run]}"
+        of_run = self._describe_run(trainer, arguments), _absolute(trainer.default_root_dir)
+        self._name = f"{of_run[0]}-{self.num_fits_ended[of_run]}"
         min_steps = trainer.fit_loop.epoch_loop.min_steps
         self._is_restart = False
         try:

@@ -242,6 +242,20 @@ def test_batches_of_a_users_sampler_are_never_cut() -> None:
     assert endless == {"agreement": 1.0, "number": 4.0}
 
 
+class LooksAgain(Callback):
+    """Takes the first batch once more while others have been fetched already, as callbacks do that show samples."""
+
+    def on_test_batch_end(self, trainer: Any, *_: Any) -> None:
+        next(iter(trainer.test_dataloaders))
+
+
+@on_ranks()
+@like_torchrun()
+def test_batches_count_once_if_a_callback_looks_at_the_first_one_meanwhile() -> None:
+    loader = DataLoader(Numbered(2 * 5), batch_sampler=UnsizedPairs(range(2 * 5), 2, drop_last=False))
+    assert run_stage(Agreement(5), loader, callbacks=[LooksAgain()]) == {"agreement": 1.0, "number": 5.0}
+
+
 # --- fewer samples than ranks
 
 

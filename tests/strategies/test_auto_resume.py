@@ -415,6 +415,23 @@ def test_fits_that_are_alike_are_runs_of_their_own(tmp_path: Path) -> None:
     assert torch.equal(folds[0].weights[0], first.weights[0])
 
 
+def fit_folds(*, directory: Path, folds: dict[str, Interruption | None]) -> list[int | None]:
+    """Run a program that fits in a directory for each fold; where each fit has begun."""
+    AutoResume.num_fits_ended.clear()
+    options: dict[str, Any] = {"setting": Setting("logger", num_epochs=1, saves=True), "is_new_process": False}
+    return [start(at, directory=directory / name, **options).begun_at for name, at in folds.items()]
+
+
+def test_a_fit_in_a_directory_of_its_own_is_known_whatever_the_program_fits_before(tmp_path: Path) -> None:
+    [begun_at, _] = run_on_ranks(fit_folds, directory=tmp_path, folds={"1": None, "2": Interruption(3), "3": None})
+    assert begun_at == [0, 0, 0]
+    # Folds that are complete are left out, as a program may do that is started again; or none is.
+    [begun_at, _] = run_on_ranks(fit_folds, directory=tmp_path, folds={"2": Interruption(5)})
+    assert begun_at == [3]
+    [begun_at, _] = run_on_ranks(fit_folds, directory=tmp_path, folds={"1": None, "2": None, "3": None})
+    assert begun_at == [None, 5, None]
+
+
 def test_a_resumed_run_goes_on_in_its_directory_and_knows_its_best_checkpoints(tmp_path: Path) -> None:
     # The third step is the newest that is saved when the run is interrupted, and is to be removed later.
     scores = [5.0, 1.0, 4.0, 6.0, 2.0, 7.0, 3.0]
