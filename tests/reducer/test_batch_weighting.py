@@ -342,11 +342,13 @@ class KeepsGradients(LightningModule):
 
 
 @like_torchrun()
-def fit_and_keep_gradients(*, batches: list[list[float]], steps_each: bool, options: dict[str, Any]) -> list[Any]:
+def fit_and_keep_gradients(
+    *, batches: list[list[float]], steps_each: bool, options: dict[str, Any], accumulate: int = 1
+) -> list[Any]:
     module = KeepsGradients(steps_each=steps_each)
     strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, **options)
     data: Any = _Batches([torch.tensor(value) for value in batches[dist.get_rank()]])  # type: ignore[misc]
-    make_trainer(strategy, max_epochs=1).fit(module, data)
+    make_trainer(strategy, max_epochs=1, accumulate_grad_batches=accumulate).fit(module, data)
     return [weight.tolist() for weight in module.weights]
 
 
@@ -394,6 +396,15 @@ def test_gradients_of_before_stay_what_they_are_where_a_rank_adds_nothing(sharde
         fit_and_keep_gradients, batches=[[2, -1, 1, 3], [6, -1, 3, 3]], steps_each=True, options=options
     )
     assert nobody == [[[-(4 + 4 + 2 + (2 + 3))] * 2] * 2] * 2
+    # Windows of three batches, which average 9 each, of the second without one batch of rank 1.
+    in_a_window = run_on_ranks(
+        fit_and_keep_gradients,
+        batches=[[6, 6, 6, 9, 9, 9], [12, 12, 12, -1, 9, 9]],
+        steps_each=True,
+        options=options,
+        accumulate=3,
+    )
+    torch.testing.assert_close(torch.tensor(in_a_window), torch.full((2, 2, 2), -(9.0 + (9 + 9))))
     out_of_data = run_on_ranks(
         fit_and_keep_gradients,
         batches=[[2, 6, 1, 3], [6, 6, 3]],
