@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange, Weighting
-from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.config import LocalSteps, ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import Replicas
 from tests.support.cases import for_each
@@ -412,6 +412,17 @@ def test_gradients_of_before_stay_what_they_are_where_a_rank_adds_nothing(sharde
         options={**options, "uneven_data": True},
     )
     assert out_of_data == [[[-((4 + 6) + (2 + 3))] * 2] * 2] * 2
+
+
+def test_the_last_batch_of_a_rank_counts_if_it_steps_alone_and_runs_out_of_data_before_it_steps() -> None:
+    local_steps = LocalSteps(100, islands="rank", outer_lr=1.0, outer_momentum=0.0)
+    ranks = run_on_ranks(
+        fit_and_keep_gradients,
+        batches=[[2, 6, 1, 3], [6, 6, 3]],
+        steps_each=False,
+        options={"local_steps": local_steps, "uneven_data": True},
+    )
+    assert ranks == [[[-((2 + 6 + 1 + 3) + (6 + 6 + 3)) / 2] * 2] * 2] * 2
 
 
 @for_each(("skipped", "num_steps"), [([(1, 2)], 5), ([(0, 2), (1, 2)], 4)])
