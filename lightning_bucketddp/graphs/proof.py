@@ -394,6 +394,9 @@ def compute_watched(
         result = closure.run()
         if changed := state.find_change():
             found.append(f"`training_step` changes `{changed}`")
+        for name, param in module.named_parameters():
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                found.append(f"the gradient of `{name}` is sparse")
         if random_states(device) != numbers:
             found.append("`training_step` draws random numbers on the CPU")
     closure.arguments.update(arguments)

@@ -78,6 +78,10 @@ def tests() -> Iterator[Test]:
         yield on_two(parity_with_torch_ddp, case="channels_last", training=training)
     for program in graphs.PROGRAMS:
         yield f"captured {program}", partial(graphs.compare, program, world_size=2)
+    for case in CASES:
+        if case not in WITHOUT_DDP_ON_NCCL:
+            tolerance = ROUNDING if case in ROUNDED else 0.0
+            yield f"captured model {case}", partial(graphs.compare_case, case, tolerance=tolerance)
     for program in ("plain", "accumulating", "16-mixed", "unused", "item", "synchronize"):
         yield f"captured {program} on one rank", partial(graphs.compare, program, world_size=1)
     yield "captured and resumed", graphs.compare_resumed
