@@ -264,7 +264,7 @@ class CapturedSteps(RunPart):
         self.host.before_forward()
         self.host.weigh(torch.ones(()))  # what it comes to is in the graph
         weighting, syncs = self._reducer.weighting, self._reducer.is_synchronised
-        # The replay overwrites them anyway.
+        # Else gradients need not be let go of first: the replay overwrites them.
         if closure.zero_grad is not None and weighting is not None and weighting.looks_at_earlier(syncs=syncs):
             closure.zero_grad()
 
