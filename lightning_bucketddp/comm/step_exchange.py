@@ -239,8 +239,10 @@ class Weighting:
         Return whether the set has changed: then `factor` must be asked for before anything is launched (Note: one set
         of trainable parameters).
         """
+        trained = [param for param, trains in zip(params, trainable, strict=True) if trains]
         if self._put_aside is None and self.looks_at_earlier(syncs=syncs):
-            self._put_aside = [(param, param.grad.clone()) for param in params if param.grad is not None]
+            # Not of others: they stay as they are, and a divided gradient could not be read.
+            self._put_aside = [(param, param.grad.clone()) for param in trained if param.grad is not None]
             for param, _ in self._put_aside if self.by_weight else ():
                 param.grad = None
         has_changed = syncs and trainable != self._trainable
@@ -249,8 +251,8 @@ class Weighting:
             self._trainable_id = id_of(bytes(trainable))
         if syncs and not self.by_weight and sum(self._weights) < len(self._weights):
             # `factor` makes up for what this rank lacks, also in what gradients were before: it has less of that.
-            is_trained = {id(param) for param, trains in zip(params, trainable, strict=True) if trains}
-            self._put_aside = [kept for kept in self._put_aside or () if id(kept[0]) in is_trained]
+            ids = set(map(id, trained))
+            self._put_aside = [kept for kept in self._put_aside or () if id(kept[0]) in ids]
             for param, earlier in self._put_aside:
                 if param.grad is not None:
                     param.grad.sub_(earlier, alpha=1 - sum(self._weights) / len(self._weights))
