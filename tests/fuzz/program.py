@@ -158,6 +158,9 @@ def is_possible(program: Program) -> bool:
     # Lightning would take a step with gradients that were never exchanged, and clip where there are none.
     if is_automatic and program.happens("leave_out_step") and (program.accumulate > 1 or program.clip == "value"):
         return False
+    # Lightning calls the hooks of a step also where there is none to take.
+    if is_automatic and program.happens("leave_out_step") and program.happens("raise_in_step"):
+        return False
     return all(program.loop in EVENTS[event.what].loops for event in program.events)
 
 
