@@ -62,7 +62,8 @@ def test_programs_have_the_weights_that_ddp_gives(first: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_ten_minutes_find_nothing() -> None:
-    assert main(["--minutes", "10", "--verbose"]) == 0
+    # The same programs each time; `make fuzz` draws others.
+    assert main(["--minutes", "10", "--seed", "917641", "--verbose"]) == 0
 
 
 def test_the_seeds_have_every_block() -> None:
