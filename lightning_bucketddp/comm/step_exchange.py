@@ -239,8 +239,9 @@ class Weighting:
         Return whether the set has changed: then `factor` must be asked for before anything is launched (Note: one set
         of trainable parameters).
         """
-        trained = [param for param, trains in zip(params, trainable, strict=True) if trains]
-        if self._put_aside is None and self.looks_at_earlier(syncs=syncs):
+        looks_at_earlier = self.looks_at_earlier(syncs=syncs)
+        trained = [param for param, trains in zip(params, trainable, strict=True) if trains] if looks_at_earlier else []
+        if self._put_aside is None and looks_at_earlier:
             # Not of others: they stay as they are, and a divided gradient could not be read.
             self._put_aside = [(param, param.grad.clone()) for param in trained if param.grad is not None]
             for param, _ in self._put_aside if self.by_weight else ():
