@@ -68,7 +68,7 @@ class Failure:
         return cls(
             rank=rank,
             kind=Kind.RAISED,
-            what=f"{type(error).__name__}: {error}"[:_NUM_CHARACTERS],
+            what=_in_words(error),
             where=where,
             process=this_process(),
             stack=format_stack(traceback.extract_tb(error.__traceback__)),
@@ -82,6 +82,10 @@ class Failure:
         except (TypeError, ValueError, KeyError):
             return None
         return failure if all(type(getattr(failure, f.name)).__name__ == f.type for f in fields(cls)) else None
+
+    def is_of(self, error: BaseException) -> bool:
+        """Return whether `error` is this failure, rather than what came of it."""
+        return self.what == _in_words(error)
 
     def describe(self, *, with_stack: bool = True) -> str:
         """Return which rank failed, how and where, in plain words; then its stack, if there is one."""
@@ -193,6 +197,10 @@ def _is_framework(file: str) -> bool:
     """Return whether `file` belongs to Python, torch, Lightning or this package; any other may be the user's."""
     _, is_installed, path = file.rpartition("-packages/")
     return path.partition("/")[0] in _FRAMEWORKS if is_installed else file.startswith(_NOT_INSTALLED)
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_NUM_CHARACTERS]
 
 
 def this_process() -> str:

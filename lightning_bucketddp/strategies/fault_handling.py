@@ -177,8 +177,12 @@ class FaultHandler:
                 return None if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
             # As a shell reports a process that a signal has ended. Lightning's would end with 0.
             return (sigterm_exception or SystemExit)(128 + failure.signal)
+        # The others may have given this rank up; then its error is nothing but a connection that they have ended.
+        is_given_up = failure.kind is Kind.LOST or (
+            failure.kind is Kind.STALLED and self._progress.was_waiting(error) and not failure.is_of(error)
+        )
         # Where all have raised, each knows best what it has raised.
-        is_own = (failure.rank == self._rank and failure.kind is not Kind.LOST) or not self.watchdog.have_aborted
+        is_own = (failure.rank == self._rank and not is_given_up) or not self.watchdog.have_aborted
         return None if is_own else failure.error_for(self._rank)
 
     def _interrupt(self) -> None:

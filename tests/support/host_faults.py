@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,11 +108,15 @@ def _let_happen_together(faults: dict[str, HostFault], directory: Path) -> dict[
             placed: dict[str, Any] = {"hosts": network.hosts, "world_size": fault.num_hosts}
             ranks = stack.enter_context(doomed_ranks(fit, directory=directory / name, **placed, **options))
             running[name] = network, ranks
-        happened_at = {}
-        for name, (network, ranks) in running.items():
+
+        def end(name: str) -> EndOfFault:
+            network, ranks = running[name]
             ranks.wait_for("training.json")
-            happened_at[name] = time.time()
+            happened_at = time.time()
             faults[name].happens(network, ranks)
-        for name, (_, ranks) in running.items():
             faults[name].afterwards(ranks)
-        return {name: EndOfFault(ranks.wait(), happened_at[name]) for name, (_, ranks) in running.items()}
+            return EndOfFault(ranks.wait(), happened_at)
+
+        # Each has its own thread: one that begins late, over a bad network, shall not let another train to its end.
+        threads = stack.enter_context(ThreadPoolExecutor(len(running)))
+        return dict(zip(running, threads.map(end, running), strict=True))
