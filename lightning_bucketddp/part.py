@@ -24,7 +24,7 @@ class RunPart:
     def begin_training(self) -> None:
         """Begin to train: everything is restored."""
 
-    def see_batch(self, batch: Any) -> None:
+    def inspect_batch(self, batch: Any) -> None:
         """Look at a training batch before it goes to the device, from where the host would have to wait for it."""
 
     def take_alert(self) -> bool:

@@ -194,10 +194,10 @@ class Collectives:
 
     @property
     def scatters(self) -> bool:
-        """Return whether `start_mean_of_share` sends half of what `start_mean` does: to each rank its share only."""
+        """Return whether `start_mean_of_shard` sends half of what `start_mean` does: to each rank its share only."""
         return self.device.type != "cpu"  # gloo's reduce-scatter takes longer than its all-reduce
 
-    def start_mean_of_share(self, tensor: Tensor, *, owner: int | None) -> Pending:
+    def start_mean_of_shard(self, tensor: Tensor, *, owner: int | None) -> Pending:
         """Start replacing a share of a real `tensor` by its mean over the ranks; what else is in it is lost.
 
         The share of rank `owner` is all of it; None: each rank's is one of equal slices, by rank.
@@ -213,8 +213,8 @@ class Collectives:
             work = _reduce_scatter_single(own, tensor, op=op, group=self.group, async_op=True)
         return work
 
-    def start_exchange_of_shares(self, tensor: Tensor, *, owner: int | None) -> Pending:
-        """Start giving all ranks the shares of `tensor` that the others have; see `start_mean_of_share`."""
+    def start_gather_of_shards(self, tensor: Tensor, *, owner: int | None) -> Pending:
+        """Start giving all ranks the shares of `tensor` that the others have; see `start_mean_of_shard`."""
         work: dist.Work
         if owner is not None:
             [held] = self._hold(tensor)
@@ -224,7 +224,7 @@ class Collectives:
             work = _all_gather_single(all_of_it, own, group=self.group, async_op=True)
         return work
 
-    def start_exchange_of_parts(self, received: Tensor, sent: Tensor, *, owner: int | None) -> Pending:
+    def start_all_to_all(self, received: Tensor, sent: Tensor, *, owner: int | None) -> Pending:
         """Start giving each rank its part of `sent`, by rank; `received` are those that come to this one, by rank.
 
         Rank `owner` gets all that is sent; None: each rank gets one of equal parts.

@@ -184,7 +184,7 @@ class FirstBatches(RunPart):
             self._loaders[f"`train_dataloader` (`{type(loader).__name__}`{over})"] = _remedy(loader)
         return loader
 
-    def see_batch(self, batch: Any) -> None:
+    def inspect_batch(self, batch: Any) -> None:
         if self._is_decided or not self._loaders:
             return
         if self.exchange.batch_digests:

@@ -274,7 +274,7 @@ class CapturedSteps(RunPart):
                 if param.grad is not gradient:
                     param.grad = gradient
             if self._reducer.is_alone:
-                self._reducer.finiteness.see_loss(step.result.loss)
+                self._reducer.finiteness.check_loss(step.result.loss)
 
         with torch.no_grad():
             step.read(tensors)
@@ -383,7 +383,7 @@ class CapturedSteps(RunPart):
         if loss is None:
             raise NotCapturedError("`training_step` returned None")
         if not self._reducer.is_alone:
-            self._reducer.finiteness.see_loss(loss)
+            self._reducer.finiteness.check_loss(loss)
         weight = self.host.loss_factor()
         loss = precision.pre_backward(loss if weight == 1 else loss * weight, module)
         with self._reducer.backward():

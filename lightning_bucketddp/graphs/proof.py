@@ -119,7 +119,7 @@ class WatchedTrainer:
 
 
 @contextmanager
-def rates_told(tell: Callable[[str], None]) -> Iterator[None]:
+def rate_reads_noted(tell: Callable[[str], None]) -> Iterator[None]:
     """Tell when something inside reads an optimizer or a scheduler: what they hold changes from step to step."""
 
     def read(self: Any, name: str) -> Any:
@@ -151,7 +151,7 @@ def watched_index(index: int, tell: Callable[[str], None]) -> int:
 
 
 @contextmanager
-def waits_told(device: torch.device, tell: Callable[[str], None]) -> Iterator[None]:
+def host_waits_noted(device: torch.device, tell: Callable[[str], None]) -> Iterator[None]:
     """Tell when the host waits for the device inside, as `Tensor.item` does."""
     if device.type != "cuda":
         yield
@@ -381,7 +381,7 @@ def compute_watched(
     @functools.wraps(training_step)
     def watched_step(*args: Any, **kwargs: Any) -> Any:
         watched = WatchedTrainer(trainer, found.append)
-        with trainer_replaced(module, watched), waits_told(device, found.append), rates_told(found.append):
+        with trainer_replaced(module, watched), host_waits_noted(device, found.append), rate_reads_noted(found.append):
             return training_step(*args, **kwargs)
 
     arguments = dict(closure.arguments)

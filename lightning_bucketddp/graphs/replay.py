@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.reducer.launch_queue import CapturedBackward
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.sharding.gradient import own_part
+from lightning_bucketddp.sharding.gradient import own_shard
 
 _LAUNCHED_WITHIN_S = 1.0
 
@@ -179,7 +179,7 @@ class Outcome:
     @classmethod
     def of(cls, module: nn.Module, values: Values, gradients: Sequence[Tensor | None]) -> Outcome:
         """Copy it."""
-        copies = [None if gradient is None else own_part(gradient).clone() for gradient in gradients]
+        copies = [None if gradient is None else own_shard(gradient).clone() for gradient in gradients]
         return cls(values.copied(), copies, [buffer.clone() for buffer in module.buffers()])
 
     def find_difference(self, other: Outcome, module: nn.Module, *, factor: float) -> str:
@@ -192,7 +192,7 @@ class Outcome:
         names += [f"`{name}`" for name, _ in module.named_buffers()]
         gradients = self.gradients
         if factor != 1:
-            gradients = [None if gradient is None else own_part(gradient) * factor for gradient in gradients]
+            gradients = [None if gradient is None else own_shard(gradient) * factor for gradient in gradients]
         ours = [*tensors, *gradients, *self.buffers]
         theirs = [*of_other, *other.gradients, *other.buffers]
         for name, one, another in zip(names, ours, theirs, strict=True):
@@ -204,7 +204,7 @@ class Outcome:
 def _are_alike(one: Tensor | None, another: Tensor | None) -> bool:
     if one is None or another is None:
         return one is another
-    one, another = own_part(one), own_part(another)
+    one, another = own_shard(one), own_shard(another)
     if one.shape != another.shape or one.dtype != another.dtype:
         return False
     if torch.equal(one, another) or not one.numel():

@@ -319,7 +319,7 @@ class OuterStep:
             return own
         parts = own.new_empty(own.numel() * self._size)
         parts.view(self._size, -1)[self._islands.own.rank].copy_(own)
-        self._islands.own.start_exchange_of_shares(parts, owner=None).wait()
+        self._islands.own.start_gather_of_shards(parts, owner=None).wait()
         return parts
 
     def _own_start(self, chunk: _Chunk) -> int:

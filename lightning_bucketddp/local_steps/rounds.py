@@ -56,7 +56,7 @@ class LocalRounds(RunPart):
     option: LocalSteps
     config: ReducerConfig
     replica_checks: ReplicaChecks
-    shares_buffers: bool  # all ranks have the same buffers (`broadcast_buffers`)
+    broadcasts_buffers: bool  # all ranks have the same buffers (`broadcast_buffers`)
     exchange: StepExchange  # between all ranks; used when a round ends, and by nobody in a step
     of_island: StepExchange | None  # between the ranks of this island; None: there is one only
     progress: Progress
@@ -201,7 +201,7 @@ class LocalRounds(RunPart):
             num_bytes = 0
             if num_counted:
                 num_bytes = outer.step(share=share)
-                if self.shares_buffers:
+                if self.broadcasts_buffers:
                     average(list(self._replicas.buffers().values()), self.islands, share=share)
             else:
                 outer.go_back()

@@ -34,7 +34,14 @@ from lightning_bucketddp.planning.cost import (
     share_of_a_link,
     simulate,
 )
-from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, Shares, complete_plan, has_choice, plan_buckets
+from lightning_bucketddp.planning.plan import (
+    BucketSpec,
+    ParameterSpec,
+    Sharding,
+    complete_plan,
+    has_choice,
+    plan_buckets,
+)
 
 # Until a bucket is complete, its gradients exist outside of it, too: this bounds the memory for them.
 CEILING_BYTES = 128 * MIB
@@ -149,7 +156,7 @@ def first_plan(profile: Profile, config: ReducerConfig, *, num_shards: int = 1) 
     plan = plan_buckets(specs, arrived=profile.arrived, missing=profile.missing, caps=config.caps)
     if num_shards == 1:
         return plan
-    shares = Shares(num_shards)
+    shares = Sharding(num_shards)
     return [bucket if bucket.sparse or not bucket.members else replace(bucket, sharded=shares) for bucket in plan]
 
 

@@ -39,7 +39,7 @@ class BucketSpec:
     members: tuple[int, ...]  # none: it carries the used-flags, because no other bucket can
     sparse: bool = False
     alone: bool = False
-    sharded: Shares | None = None  # then some members may not be trained at the moment
+    sharded: Sharding | None = None  # then some members may not be trained at the moment
 
 
 def plan_buckets(
@@ -127,7 +127,7 @@ def _has_buffer(bucket: BucketSpec) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class Sharding:
     """How a bucket is divided among ranks: into equal slices, or not at all."""
 
     num_ranks: int

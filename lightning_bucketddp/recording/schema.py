@@ -255,7 +255,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecord:
+class RecordedRun:
     """What all ranks of a run wrote, and a sentence for each file that is missing or was left out."""
 
     folder: Path
@@ -292,7 +292,7 @@ def find_folder(path: Path) -> Path:
     return max(files, key=lambda file: file.stat().st_mtime).parent
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path) -> RecordedRun:
     """Read the files in `folder`. Ranks that are missing or cannot be read are named in `problems`."""
     problems: list[str] = []
     found = [record for path in folder.glob(_PATTERN) if (record := _read_rank(path, problems)) is not None]
@@ -310,7 +310,7 @@ def read_run(folder: Path) -> RunRecord:
     if missing:
         problems.append(f"Of {world_size} ranks, these are missing: {', '.join(map(str, missing))}.")
     problems += found[0].run.restarts
-    return RunRecord(folder, ranks, problems)
+    return RecordedRun(folder, ranks, problems)
 
 
 def _read_rank(path: Path, problems: list[str]) -> RankRecord | None:
@@ -340,7 +340,7 @@ def _read_rank(path: Path, problems: list[str]) -> RankRecord | None:
     return record
 
 
-def align(record: RunRecord, number: int) -> dict[int, Step]:
+def align(record: RecordedRun, number: int) -> dict[int, Step]:
     """Return step `number` of the ranks that recorded it, on the clock of the first of them (Note: one clock).
 
     The times of the others are shifted until their reductions end when those of the first do.
@@ -361,7 +361,7 @@ def align(record: RunRecord, number: int) -> dict[int, Step]:
     return aligned
 
 
-def shown_steps(record: RunRecord, *, most_bars: int = _MOST_BARS) -> list[int]:
+def shown_steps(record: RecordedRun, *, most_bars: int = _MOST_BARS) -> list[int]:
     """Return the steps to draw: all, or an even choice within `most_bars` plus the slowest and the last."""
     numbers = record.step_numbers
     steps = [step for rank in record.ranks.values() for step in rank.steps.values()]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.planning.plan import Shares
+from lightning_bucketddp.planning.plan import Sharding
 
 # Not `bool`, which reads the gradient.
 _IS_THERE = partial(operator.is_not, None)
@@ -56,7 +56,7 @@ class BufferLayout:
     numel: int
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], shares: Shares | None = None, *, alignment: int = 1) -> BufferLayout:
+    def of(cls, params: Sequence[Tensor], shares: Sharding | None = None, *, alignment: int = 1) -> BufferLayout:
         """Put `params`, all of one dtype, one behind the other, each at a multiple of `alignment` elements."""
         align = max(_ALIGN_BYTES // params[0].dtype.itemsize, alignment) if params else alignment
         offsets: list[int] = []
@@ -81,7 +81,7 @@ class BufferedBucket:
         layout: where each gradient lies; None: one behind the other.
     """
 
-    shares: Shares | None = None
+    shares: Sharding | None = None
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ def gradient_strides(param: Tensor) -> tuple[int, ...]:
 class InPlaceBucket:
     """The large gradient of one parameter, reduced where autograd has put it: not copied, and in memory only once."""
 
-    shares: Shares | None = None
+    shares: Sharding | None = None
 
     def __init__(self, param: Tensor, *, arrivals: Arrivals) -> None:
         self.params = [param]

@@ -114,7 +114,7 @@ class LaunchQueue:
                 bucket.zero(missing)
                 members = bucket_set.plan[index].members
                 self.missing.update({members[position]: (bucket, position) for position in missing})
-            self.finiteness.see_bucket(bucket)
+            self.finiteness.check_bucket(bucket)
             if is_last:
                 self._write_flags()
                 self.finiteness.write(bucket_set)

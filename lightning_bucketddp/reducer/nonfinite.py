@@ -82,7 +82,7 @@ class Finiteness:
         self._arrived = torch.cuda.Event() if self.reads_late else None  # type: ignore[no-untyped-call]
         self._nonfinite: dict[int, Tensor] = {}
 
-    def see_loss(self, loss: Tensor) -> None:
+    def check_loss(self, loss: Tensor) -> None:
         """Look at the loss of the backward that comes next, as the user computed it."""
         if self._response is not None and loss.is_floating_point():
             digest = loss.detach().sum() * _scale(loss.dtype)
@@ -95,7 +95,7 @@ class Finiteness:
         # A gradient that is gone cannot be stepped with any more.
         self._nonfinite = {key: param for key, param in self._nonfinite.items() if param.grad is not None}
 
-    def see_bucket(self, bucket: Bucket) -> None:
+    def check_bucket(self, bucket: Bucket) -> None:
         """Look at what this rank contributes, bucket by bucket."""
         if not self._checks_gradients:
             return

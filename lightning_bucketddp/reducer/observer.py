@@ -81,13 +81,13 @@ def all_of(*observers: BackwardObserver | None) -> BackwardObserver:
     if len(present) < 2:
         return present[0] if present else NO_OBSERVER
 
-    def tell_all(name: str, *args: Any) -> None:
+    def notify_all(name: str, *args: Any) -> None:
         for observer in present:
             getattr(observer, name)(*args)
 
     several = BackwardObserver()
     for name in [name for name in vars(BackwardObserver) if not name.startswith("__")]:
-        setattr(several, name, partial(tell_all, name))
+        setattr(several, name, partial(notify_all, name))
     return several
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from lightning_bucketddp.comm.collectives import Collectives, Pending
 from lightning_bucketddp.config import BLOCK_NUMEL, MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.cost import Codec, Codecs
-from lightning_bucketddp.planning.plan import Shares
+from lightning_bucketddp.planning.plan import Sharding
 from lightning_bucketddp.processes import Worker
 from lightning_bucketddp.reducer.bucket import DenseBucket
 from lightning_bucketddp.reducer.reduction import CommHookReduction, MeanReduction, PendingReduction, Reduction
@@ -176,7 +176,7 @@ class QuantizedMeanReduction(Reduction):
         exchange = self._exchanges.get(bucket)
         if exchange is None:
             if bucket.shares is not None:
-                exchange = _ForShares(self.collectives, numbers.numel(), bucket.shares)
+                exchange = _ForShards(self.collectives, numbers.numel(), bucket.shares)
             else:
                 kind = _ForAll if self.collectives.world_size > 2 else _ForTwo
                 exchange = kind(self.collectives, numbers.numel())
@@ -242,12 +242,12 @@ class _ForAll:
 
     def start_first(self, numbers: Tensor) -> Pending:
         self._sent.encode(numbers)
-        return self._collectives.start_exchange_of_parts(self._received.bytes, self._sent.bytes, owner=None)
+        return self._collectives.start_all_to_all(self._received.bytes, self._sent.bytes, owner=None)
 
     def start_second(self, collectives: Collectives) -> Pending:
         """Start to give all ranks the mean of the rows that have come."""
         self._sent.encode_mean(self._received, row=collectives.rank)
-        return collectives.start_exchange_of_shares(self._sent.bytes, owner=None)
+        return collectives.start_gather_of_shards(self._sent.bytes, owner=None)
 
     def finish(self, numbers: Tensor) -> None:
         self._sent.decode(numbers)
@@ -266,37 +266,37 @@ class _ForTwo:
 
     def start_first(self, numbers: Tensor) -> Pending:
         self._own.encode(numbers)
-        return self._collectives.start_exchange_of_shares(self._all.bytes, owner=None)
+        return self._collectives.start_gather_of_shards(self._all.bytes, owner=None)
 
     def finish(self, numbers: Tensor) -> None:
         self._all.decode_mean(numbers)
 
 
-class _ForShares:
+class _ForShards:
     """Each rank keeps the mean of its share, which is rounded once."""
 
-    def __init__(self, collectives: Collectives, numel: int, shares: Shares) -> None:
+    def __init__(self, collectives: Collectives, numel: int, sharding: Sharding) -> None:
         self._collectives = collectives
-        self._owner = shares.owner
-        self._share = slice(*shares.bounds(numel)[collectives.rank])
+        self._owner = sharding.owner
+        self._share = slice(*sharding.bounds(numel)[collectives.rank])
         num_ranks = collectives.world_size
-        row_numel = numel // num_ranks if shares.owner is None else numel
-        self._receives = shares.owner in (None, collectives.rank)
-        sent, received = num_ranks if shares.owner is None else 1, num_ranks if self._receives else 0
+        row_numel = numel // num_ranks if sharding.owner is None else numel
+        self._receives = sharding.owner in (None, collectives.rank)
+        sent, received = num_ranks if sharding.owner is None else 1, num_ranks if self._receives else 0
         self._sent = Blocks(numel, num_rows=sent, row_numel=row_numel, device=collectives.device)
         self._received = Blocks(received * row_numel, num_rows=received, row_numel=row_numel, device=collectives.device)
         self.bytes_sent = self._sent.bytes.nbytes // 2  # (Note: halves, in `cost`)
 
     def start_first(self, numbers: Tensor) -> Pending:
         self._sent.encode(numbers)
-        return self._collectives.start_exchange_of_parts(self._received.bytes, self._sent.bytes, owner=self._owner)
+        return self._collectives.start_all_to_all(self._received.bytes, self._sent.bytes, owner=self._owner)
 
     def finish(self, numbers: Tensor) -> None:
         if self._receives:
             self._received.decode_mean(numbers[self._share])
 
 
-_Exchange = _ForAll | _ForTwo | _ForShares
+_Exchange = _ForAll | _ForTwo | _ForShards
 
 # Of an H200, for a plan that is made where there is no GPU: benchmarks/results/wires_h200_202611.md.
 GPU_CODECS: Codecs = {

@@ -90,7 +90,7 @@ class MeanReduction(Reduction):
         num_numbers = bucket.numbers.numel()
         # Every rank needs all flags.
         flags = self.collectives.start_mean(wire[num_numbers:]) if len(wire) > num_numbers else None
-        transfer = self.collectives.start_mean_of_share(wire[:num_numbers], owner=bucket.shares.owner)
+        transfer = self.collectives.start_mean_of_shard(wire[:num_numbers], owner=bucket.shares.owner)
         saved = num_numbers * wire.itemsize // 2 if self.collectives.scatters else 0
         return PendingReduction(wire.nbytes - saved, transfer, flags, finish)
 

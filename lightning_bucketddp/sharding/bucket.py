@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives, Pending
-from lightning_bucketddp.planning.plan import Shares
+from lightning_bucketddp.planning.plan import Sharding
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferLayout, InPlaceBucket
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver, is_being_captured
-from lightning_bucketddp.sharding.gradient import Division, NormsOfAll, ShardedGradient, refuse
+from lightning_bucketddp.sharding.gradient import NormsOfAll, ShardedGradient, ShardingState, refuse
 
 
 class Shard:
@@ -70,7 +70,7 @@ class ShardedLayout:
 
     shards: list[Shard]
     buffer: BufferLayout
-    shares: Shares
+    shares: Sharding
     alone: bool
 
 
@@ -119,7 +119,7 @@ class ShardedBucket:
     layout: ShardedLayout
     shards: Sequence[Shard]
     gathering: Gathering
-    division: Division
+    division: ShardingState
     # The gradients, as real numbers in one tensor.
     _averaged: Callable[[], Tensor]
     # The weights, likewise; and what is done when those of all ranks are there.
@@ -144,13 +144,13 @@ class ShardedBucket:
     def gather_gradients(self) -> None:
         """Give all ranks the gradients that each has averaged: a backward is to add to them, as without sharding."""
         averaged = self._averaged()
-        self.gathering.collectives.start_exchange_of_shares(averaged, owner=self.layout.shares.owner).wait()
+        self.gathering.collectives.start_gather_of_shards(averaged, owner=self.layout.shares.owner).wait()
         self.division.is_divided = False
         self.gathering.norms.forget()
 
     def start_gather(self) -> Pending:
         weights = self._weights_to_gather()
-        transfer = self.gathering.collectives.start_exchange_of_shares(weights, owner=self.layout.shares.owner)
+        transfer = self.gathering.collectives.start_gather_of_shards(weights, owner=self.layout.shares.owner)
         self.gathering.observer.gather_started(self, transfer, weights.nbytes)
         return transfer
 
@@ -180,7 +180,7 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
     ) -> None:
         self.layout, self.shards, self.gathering = layout, shards, gathering
         self.shares = layout.shares
-        self.division = Division(gathering.collectives, gathering.norms)
+        self.division = ShardingState(gathering.collectives, gathering.norms)
         self._idle = idle
         offset_of = dict(zip(layout.shards, layout.buffer.offsets, strict=True))
         buffer = BufferLayout([offset_of[shard] for shard in shards], layout.buffer.numel)
@@ -206,7 +206,7 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
         for position, gradient in idle_gradients.items():
             self.params[position].grad = gradient
         # Another one: gradients of before, which somebody has kept, stay divided.
-        self.division = Division(self.gathering.collectives, self.gathering.norms)
+        self.division = ShardingState(self.gathering.collectives, self.gathering.norms)
         for view in self.views:
             view.division = self.division  # type: ignore[attr-defined]
         if idle := [position for position in missing if position in self._idle]:
@@ -254,7 +254,7 @@ class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
     def __init__(self, layout: ShardedLayout, gathering: Gathering, arrivals: Arrivals) -> None:
         self.layout, self.shards, self.gathering = layout, layout.shards, gathering
         self.shares = layout.shares
-        self.division = Division(gathering.collectives, gathering.norms)
+        self.division = ShardingState(gathering.collectives, gathering.norms)
         super().__init__(layout.shards[0].param, arrivals=arrivals)
 
     @property
@@ -264,7 +264,7 @@ class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
         return [gradient.own if isinstance(gradient, ShardedGradient) else torch.empty(0)]
 
     def collect(self) -> list[int]:
-        self.division = Division(self.gathering.collectives, self.gathering.norms)
+        self.division = ShardingState(self.gathering.collectives, self.gathering.norms)
         return super().collect()
 
     def attach(self, position: int) -> None:

@@ -57,7 +57,7 @@ class NormsOfAll:
 
     collectives: Collectives
     divided: Callable[[], Sequence[ShardedGradient]]
-    _known: dict[tuple[float, Division, str], Tensor] = field(default_factory=dict)
+    _known: dict[tuple[float, ShardingState, str], Tensor] = field(default_factory=dict)
 
     def forget(self) -> None:
         """Ask anew next time: a gradient has changed."""
@@ -88,7 +88,7 @@ class NormsOfAll:
 
 
 @dataclass(slots=True, eq=False)
-class Division:
+class ShardingState:
     """Whether the gradients that a bucket has collected are divided by now."""
 
     collectives: Collectives
@@ -99,12 +99,12 @@ class Division:
 class ShardedGradient(Tensor):
     """A gradient in a bucket of which each rank keeps a share (Note: a divided gradient)."""
 
-    division: Division  # that of the bucket
+    division: ShardingState  # that of the bucket
     own: Tensor  # this rank's share, in memory order: an ordinary tensor over the same memory, which may be empty
     param_name: str
 
     @staticmethod
-    def over(gradient: Tensor, *, own: Tensor, division: Division, name: str) -> ShardedGradient:
+    def over(gradient: Tensor, *, own: Tensor, division: ShardingState, name: str) -> ShardedGradient:
         """Return `gradient`, the same memory, as one that is divided when its bucket is."""
         sharded: ShardedGradient = gradient.as_subclass(ShardedGradient)
         sharded.own, sharded.division, sharded.param_name = own, division, name
@@ -167,7 +167,7 @@ def copy_of(gradient: Tensor) -> Tensor:
     return gradient.copied() if isinstance(gradient, ShardedGradient) else gradient.clone()
 
 
-def own_part(gradient: Tensor) -> Tensor:
+def own_shard(gradient: Tensor) -> Tensor:
     """Return what this rank has of a gradient: its share, if it is divided."""
     return gradient.own if isinstance(gradient, ShardedGradient) and gradient.division.is_divided else gradient
 
@@ -241,7 +241,7 @@ def _norm(
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Do a GradScaler's part on this rank's shares; what one rank finds holds for all."""
     divided = [one for one in gradients if isinstance(one, ShardedGradient) and one.division.is_divided]
-    torch._amp_foreach_non_finite_check_and_unscale_(list(map(own_part, gradients)), found_inf, inv_scale)
+    torch._amp_foreach_non_finite_check_and_unscale_(list(map(own_shard, gradients)), found_inf, inv_scale)
     divided[0].division.collectives.maximum(found_inf)
     divided[0].division.norms.forget()
 

@@ -101,7 +101,7 @@ class ShardedOptimizer:
         whole = sum(shard.param.nbytes for shard in self.shards.values())
         return self.state_bytes - of_own + (round(of_own * whole / own) if own else 0)
 
-    def show_pieces(self) -> None:
+    def show_shards(self) -> None:
         """Replace `param_groups` by this rank's pieces, with their gradients, for the duration of a step."""
         assert self._whole is None
         params = self.params if self.loaded else []
@@ -194,13 +194,13 @@ class ShardedOptimizer:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self.show_pieces()
+            self.show_shards()
             return None
 
         def with_parameters() -> Any:
             self.show_parameters()
             loss = closure()
-            self.show_pieces()
+            self.show_shards()
             return loss
 
         wrapped = outside_of_graphs(with_parameters)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import MIB, BucketCaps
-from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, Shares, balance, merge_plans, plan_buckets
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, Sharding, balance, merge_plans, plan_buckets
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferLayout, gradient_strides
 from lightning_bucketddp.reducer.observer import BackwardObserver
 from lightning_bucketddp.sharding.bucket import (
@@ -246,7 +246,7 @@ class Shards:
         num_ranks = self._collectives.world_size
         divider_of = [dividers[bucket.members[0]] for bucket in plan]
         divided = [
-            bucket if divider is None else replace(bucket, sharded=Shares(num_ranks))
+            bucket if divider is None else replace(bucket, sharded=Sharding(num_ranks))
             for bucket, divider in zip(plan, divider_of, strict=True)
         ]
         for known in self.optimizers:
@@ -254,7 +254,7 @@ class Shards:
                 places = [place for place, divider in enumerate(divider_of) if divider is known]
                 sizes = [sum(specs[i].num_bytes for i in plan[place].members) for place in places]
                 for place, owner in zip(places, balance(sizes, known.loads), strict=True):
-                    divided[place] = replace(plan[place], sharded=Shares(num_ranks, owner=owner))
+                    divided[place] = replace(plan[place], sharded=Sharding(num_ranks, owner=owner))
         return divided
 
     def _settle(

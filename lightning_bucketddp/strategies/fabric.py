@@ -215,7 +215,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             scopes.enter_context(self._progress.during(BACKWARD))
             scopes.enter_context(self.ending_all_ranks(*reducers))
             for reducer in reducers:
-                reducer.finiteness.see_loss(tensor)
+                reducer.finiteness.check_loss(tensor)
                 scopes.enter_context(reducer.backward(takes_part=takes_part))
             super().backward(tensor, module, *args, **kwargs)
             if takes_part and (shared := self._shared_buffers.get(modules[0])) is not None:

@@ -291,7 +291,7 @@ def _begin_local_steps(strategy: TrainerStrategy, trainer: Trainer, islands: Isl
         options.local_steps,
         config=options.reducer,
         replica_checks=options.replica_checks,
-        shares_buffers=options.broadcast_buffers,
+        broadcasts_buffers=options.broadcast_buffers,
         exchange=exchange,
         of_island=state.exchange,
         progress=strategy._progress,

@@ -199,7 +199,7 @@ class BatchWeighting(RunPart):
             return loader
         return self.uneven_data.prepare(loader, is_only_loader=lambda it: self.trainer.train_dataloader is it)
 
-    def see_batch(self, batch: Any) -> None:
+    def inspect_batch(self, batch: Any) -> None:
         if self.weight_of is None:
             return
         self._weight = float(self.weight_of(batch))

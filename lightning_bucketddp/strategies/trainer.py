@@ -286,7 +286,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         is_training = self.lightning_module is not None and self.trainer.training
         if is_training:
             for part in self._parts:
-                part.see_batch(batch)
+                part.inspect_batch(batch)
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if is_training:
             self.recording.batch_arrived()

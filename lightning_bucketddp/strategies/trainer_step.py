@@ -151,7 +151,7 @@ def run_backward(
         strategy._progress.enter(BACKWARD)
         strategy.pre_backward(loss)
         if reducer is not None:
-            reducer.finiteness.see_loss(loss)
+            reducer.finiteness.check_loss(loss)
         loss = precision.pre_backward(strategy.weigh(loss), module)
         # In a trial the ranks fail together and go on.
         is_guarded = not strategy.is_searching

@@ -16,7 +16,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from lightning_bucketddp import BucketDDPMonitor
 from lightning_bucketddp.commands.report import make_page
-from lightning_bucketddp.recording.schema import RecordedBucket, RecordedPlan, RunRecord, find_folder, read_run
+from lightning_bucketddp.recording.schema import RecordedBucket, RecordedPlan, RecordedRun, find_folder, read_run
 from tests.support.browser import browser, prefer_colour_scheme
 from tests.support.ranks import run_on_ranks
 from tests.support.recordings import (
@@ -54,19 +54,19 @@ def driver() -> Iterator[Chrome]:
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+def record(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     return read_run(RECORDING.write(tmp_path_factory.mktemp("run")))
 
 
 @pytest.fixture
-def page(driver: Chrome, record: RunRecord, tmp_path: Path) -> Iterator[Chrome]:
+def page(driver: Chrome, record: RecordedRun, tmp_path: Path) -> Iterator[Chrome]:
     """The page of `RECORDING`, newly opened from the disk."""
     show(driver, record, tmp_path)
     yield driver
     assert driver.get_log("browser") == []
 
 
-def show(driver: Chrome, record: RunRecord, folder: Path) -> None:
+def show(driver: Chrome, record: RecordedRun, folder: Path) -> None:
     path = folder / "report.html"
     path.write_text(make_page(record), encoding="utf-8")
     driver.get(path.as_uri())
@@ -122,7 +122,7 @@ def test_the_head_says_what_run_it_was(page: Chrome) -> None:
     assert "3.0 GiB" in numbers
 
 
-def test_the_suggestions_are_those_of_the_summary(driver: Chrome, record: RunRecord, tmp_path: Path) -> None:
+def test_the_suggestions_are_those_of_the_summary(driver: Chrome, record: RecordedRun, tmp_path: Path) -> None:
     show(driver, record, tmp_path)
     items = [item.text for item in all_of(driver, "#suggestions li")]
     assert len(items) == 2
@@ -210,7 +210,7 @@ def test_it_fits_the_window_and_no_label_of_an_axis_is_cut_off(driver: Chrome, t
     assert max(cut) <= 0.5
 
 
-def test_what_comes_after_the_wait_is_not_a_backward(driver: Chrome, record: RunRecord, tmp_path: Path) -> None:
+def test_what_comes_after_the_wait_is_not_a_backward(driver: Chrome, record: RecordedRun, tmp_path: Path) -> None:
     """It counts as one, and would be a blue line without a name. A backward that goes on to launch buckets is one."""
     steps = dict(record.first.steps)
     data, forward, backward, exposed, optimizer = steps[40].spans
@@ -234,7 +234,7 @@ def test_what_comes_after_the_wait_is_not_a_backward(driver: Chrome, record: Run
 
 
 def test_weights_that_travel_have_bars_and_what_waits_for_them_is_shown(
-    driver: Chrome, record: RunRecord, tmp_path: Path
+    driver: Chrome, record: RecordedRun, tmp_path: Path
 ) -> None:
     ranks = {
         rank: replace(ours, steps={number: with_weights(step) for number, step in ours.steps.items()})
@@ -313,7 +313,7 @@ def test_the_slow_rank_stands_out(page: Chrome) -> None:
     assert text(page, "#ranks tr:last-child") == f"2 node0 50.0 ms {1e3 * (END_S - TRUE[2].start_s):.1f} ms slowest"
 
 
-def test_the_plan_is_drawn_to_scale(driver: Chrome, record: RunRecord, tmp_path: Path) -> None:
+def test_the_plan_is_drawn_to_scale(driver: Chrome, record: RecordedRun, tmp_path: Path) -> None:
     buckets = [RecordedBucket(["big.weight", "big.bias"], [3 * 2**20, 2**20]), RecordedBucket(["small"], [2**20])]
     first = replace(record.first, plans={1: RecordedPlan(1, buckets)})
     show(driver, replace(record, ranks={**record.ranks, 0: first}), tmp_path)
@@ -326,7 +326,7 @@ def test_the_plan_is_drawn_to_scale(driver: Chrome, record: RunRecord, tmp_path:
     assert "1.0 MiB" in tip(driver)
 
 
-def plan_of(driver: Chrome, record: RunRecord, folder: Path, sizes: list[int]) -> list[WebElement]:
+def plan_of(driver: Chrome, record: RecordedRun, folder: Path, sizes: list[int]) -> list[WebElement]:
     """The boxes of a plan whose buckets have these sizes."""
     buckets = [RecordedBucket([f"{index}.weight"], [size]) for index, size in enumerate(sizes)]
     first = replace(record.first, plans={1: RecordedPlan(1, buckets)})
@@ -335,7 +335,7 @@ def plan_of(driver: Chrome, record: RunRecord, folder: Path, sizes: list[int]) -
 
 
 def test_a_plan_that_fits_one_row_is_in_one_row_and_a_small_bucket_has_its_number(
-    driver: Chrome, record: RunRecord, tmp_path: Path
+    driver: Chrome, record: RecordedRun, tmp_path: Path
 ) -> None:
     boxes = plan_of(driver, record, tmp_path, [2**20 * (1 + n % 4) for n in range(20)])
     assert len({box.rect["y"] for box in boxes}) == 1
@@ -372,7 +372,7 @@ def test_other_sizes_are_plotted_with_the_plan_in_use_and_the_optimum(page: Chro
 
 
 def test_without_a_profile_the_sizes_are_predicted_from_the_buckets(
-    driver: Chrome, record: RunRecord, tmp_path: Path
+    driver: Chrome, record: RecordedRun, tmp_path: Path
 ) -> None:
     different = [replace(RECORDING.plan.buckets[0], sizes=[2**18, 1, 1]), *RECORDING.plan.buckets[1:]]
     for buckets, is_known in ((different, True), (RECORDING.plan.buckets, False)):
@@ -399,7 +399,7 @@ def test_the_slider_changes_the_step_by_keys(page: Chrome) -> None:
     assert slider.get_attribute("aria-valuetext") == "step 0"
 
 
-def test_steps_differ_as_they_were_recorded(driver: Chrome, record: RunRecord, tmp_path: Path) -> None:
+def test_steps_differ_as_they_were_recorded(driver: Chrome, record: RecordedRun, tmp_path: Path) -> None:
     step = record.ranks[1].steps[10]
     longer = replace(step.spans[-1], end_s=step.end_s + 0.1)
     ranks = {**record.ranks, 1: replace(record.ranks[1], steps=dict(record.ranks[1].steps))}
@@ -481,7 +481,7 @@ def test_nothing_is_loaded_from_anywhere(page: Chrome, tmp_path: Path) -> None:
     assert len(page.get_log("browser")) > 0  # the browser's word about it
 
 
-def test_names_from_peoples_code_are_text(driver: Chrome, record: RunRecord, tmp_path: Path) -> None:
+def test_names_from_peoples_code_are_text(driver: Chrome, record: RecordedRun, tmp_path: Path) -> None:
     name = '</script><img src=x onerror="document.title=1">/* scripts */'
     plan = RecordedPlan(1, [RecordedBucket([name], [4])])
     first = replace(record.first, run=replace(record.first.run, host=name), plans={1: plan})
@@ -558,7 +558,7 @@ def test_what_the_monitor_records_can_be_seen(driver: Chrome, model: str, tmp_pa
 
 
 def test_a_notebook_shows_the_page_in_a_frame_that_cannot_reach_it(
-    driver: Chrome, record: RunRecord, tmp_path: Path
+    driver: Chrome, record: RecordedRun, tmp_path: Path
 ) -> None:
     monitor = BucketDDPMonitor()
     with pytest.raises(RuntimeError, match="there was none that was recorded"):

@@ -124,7 +124,7 @@ def a_step_never_makes_the_host_wait(shard: ShardOption = False, reduce_dtype: s
                 model(x).square().mean().backward()
             weighting.add(1.0 + dist.get_rank())
             loss = model(x).square().mean()
-            reducer.finiteness.see_loss(loss)
+            reducer.finiteness.check_loss(loss)
             with reducer.backward():
                 loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -325,7 +325,7 @@ def a_captured_step_trains_like_others(
     def step() -> None:
         optimizer.zero_grad()
         loss = model(x).square().mean()
-        reducer.finiteness.see_loss(loss)
+        reducer.finiteness.check_loss(loss)
         with reducer.backward():
             loss.backward()
         optimizer.step()

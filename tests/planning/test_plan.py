@@ -11,7 +11,7 @@ from lightning_bucketddp.config import MIB, BucketCaps, ReducerConfig
 from lightning_bucketddp.planning.plan import (
     BucketSpec,
     ParameterSpec,
-    Shares,
+    Sharding,
     balance,
     merge_plans,
     plan_buckets,
@@ -130,9 +130,9 @@ def test_a_list_means_exactly_that() -> None:
 @for_each(("num_ranks", "align"), itertools.product([1, 2, 3, 4, 8], [1, 4, 16]))
 def test_slices_are_equal_aligned_and_without_gaps(num_ranks: int, align: int) -> None:
     for numel in range(100):
-        padded = Shares(num_ranks).padded(numel, align=align)
+        padded = Sharding(num_ranks).padded(numel, align=align)
         assert numel <= padded < numel + num_ranks * align
-        bounds = Shares(num_ranks).bounds(padded)
+        bounds = Sharding(num_ranks).bounds(padded)
         assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
         assert bounds[-1][1] == padded
         assert {stop - start for start, stop in bounds} == {padded // num_ranks}
@@ -141,7 +141,7 @@ def test_slices_are_equal_aligned_and_without_gaps(num_ranks: int, align: int) -
 
 @for_each("num_ranks", [1, 2, 3, 4])
 def test_each_element_of_a_parameter_is_of_the_rank_whose_slice_it_lies_in(num_ranks: int) -> None:
-    shares = Shares(num_ranks)
+    shares = Sharding(num_ranks)
     of = 12 * num_ranks
     for offset, numel in itertools.product(range(0, of, 5), range(1, of)):
         if offset + numel > of:
@@ -153,7 +153,7 @@ def test_each_element_of_a_parameter_is_of_the_rank_whose_slice_it_lies_in(num_r
 
 
 def test_an_owner_has_all_and_the_others_nothing() -> None:
-    shares = Shares(3, owner=1)
+    shares = Sharding(3, owner=1)
     assert shares.padded(17, align=16) == 32
     assert shares.bounds(32) == [(0, 0), (0, 32), (0, 0)]
     ranges = shares.ranges(16, 10, of=32)
@@ -180,13 +180,13 @@ def test_no_rank_has_more_than_its_part_and_one_more() -> None:
 
 def test_buckets_of_two_plans_leave_when_their_last_trained_member_has_arrived() -> None:
     # Parameter 5 of the first bucket is not trained at the moment.
-    known = [BucketSpec((0, 5), sharded=Shares(2)), BucketSpec((3,), sharded=Shares(2))]
+    known = [BucketSpec((0, 5), sharded=Sharding(2)), BucketSpec((3,), sharded=Sharding(2))]
     merged = merge_plans(known, [BucketSpec((1, 2)), BucketSpec((4,))], specs(*[4] * 6), arrived=[4, 3, 2, 1, 0])
     assert [bucket.members for bucket in merged] == [(4,), (3,), (1, 2), (0, 5)]
 
 
 def test_a_merged_plan_ends_with_a_bucket_that_has_room_for_flags() -> None:
-    known = [BucketSpec((0,), alone=True, sharded=Shares(2))]
+    known = [BucketSpec((0,), alone=True, sharded=Sharding(2))]
     merged = merge_plans(known, [BucketSpec((1,), sparse=True), BucketSpec((2,))], specs(*[4] * 6), arrived=[2, 1, 0])
     assert not merged[-1].alone
     assert not merged[-1].sparse

@@ -9,7 +9,7 @@ import pytest
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile, SimulatedBucket, simulate
 from lightning_bucketddp.planning.optimal_plan import first_plan, predict, state_by_rank
-from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, Shares
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, Sharding
 from tests.support.cases import for_each
 
 SIZES = [4_096, 262_144, 2**22, 2**25]
@@ -148,11 +148,11 @@ def test_what_has_no_equal_slices_does_not_travel_alone() -> None:
     profile = Profile(specs, [1.0, 2.0], 2.0, None, 2)
     plan = first_plan(profile, ReducerConfig(bucket_cap_mb=25), num_shards=3)
     assert [(bucket.members, bucket.alone) for bucket in plan] == [((0,), True), ((1,), False)]
-    assert [bucket.sharded for bucket in plan] == [Shares(3)] * 2
+    assert [bucket.sharded for bucket in plan] == [Sharding(3)] * 2
 
 
 def test_a_sharded_step_by_hand() -> None:
-    plan = [BucketSpec((member,), sharded=Shares(2)) for member in range(3)]
+    plan = [BucketSpec((member,), sharded=Sharding(2)) for member in range(3)]
     timeline = simulate(profile_of_three(), plan, AllReduceCost(1, 1))
     assert timeline.buckets == [
         SimulatedBucket(10, ready_s=1, start_s=1, end_s=6.5),

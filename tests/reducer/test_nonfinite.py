@@ -118,7 +118,7 @@ def train(
 
 def _backward(reducer: Reducer, loss: Tensor, *, tells_loss: bool) -> None:
     if tells_loss:
-        reducer.finiteness.see_loss(loss)
+        reducer.finiteness.check_loss(loss)
     with reducer.backward():
         loss.backward()
 

@@ -408,7 +408,7 @@ def test_weights_of_a_step_that_has_failed_are_torn_until_the_next(at: str) -> N
     torn = [run.shards.is_partial]
     run.inner.zero_grad()
     run.differentiate(2)
-    place: tuple[Any, str] = (run.collectives, "start_exchange_of_shares") if at == "exchange" else (Tensor, "lerp_")
+    place: tuple[Any, str] = (run.collectives, "start_gather_of_shards") if at == "exchange" else (Tensor, "lerp_")
     with patch.object(*place, side_effect=RuntimeError("lost")):
         assert raised_by(run.inner.step) == "RuntimeError: lost"
     torn += [run.shards.is_partial and not run.shards.have_arrived]

@@ -24,7 +24,7 @@ from lightning_bucketddp.planning.cost import Profile, Timeline, simulate
 from lightning_bucketddp.planning.optimal_plan import optimal_plan, predict
 from lightning_bucketddp.recording.schema import (
     RecordedPlan,
-    RunRecord,
+    RecordedRun,
     Span,
     Step,
     align,
@@ -98,7 +98,7 @@ _SCRIPTS = ("elements.js", "head.js", "timeline.js", "plan.js", "plots.js", "pag
 Json = dict[str, Any]
 
 
-def make_page(record: RunRecord) -> str:
+def make_page(record: RecordedRun) -> str:
     # Names come from users' code: none may end the script element that holds them.
     content = json.dumps(page_content(record), separators=(",", ":")).replace("<", "\\u003c")
     return (
@@ -128,12 +128,12 @@ def _asset(name: str) -> str:
     return files("lightning_bucketddp.commands.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def typical_step_of(record: RunRecord) -> TypicalStep:
+def typical_step_of(record: RecordedRun) -> TypicalStep:
     ranks = [RankNumbers.of(ours.run, [ours.steps[n] for n in sorted(ours.steps)]) for ours in record.ranks.values()]
     return TypicalStep.of(ranks, record.first.run, record.last_plan, record.first.profile)
 
 
-def page_content(record: RunRecord) -> Json:
+def page_content(record: RecordedRun) -> Json:
     """Return everything that the page's scripts read, as JSON."""
     first, run, typical = record.first, record.first.run, typical_step_of(record)
     return {
@@ -178,7 +178,7 @@ def _typical(typical: TypicalStep) -> Json:
     }
 
 
-def _step(record: RunRecord, number: int) -> Json:
+def _step(record: RecordedRun, number: int) -> Json:
     steps = align(record, number)
     start_s, end_s = min(step.start_s for step in steps.values()), max(step.end_s for step in steps.values())
 
@@ -202,7 +202,7 @@ def _step(record: RunRecord, number: int) -> Json:
     return {"number": number, "plan": plan, "length": _ms(end_s - start_s), "ranks": by_rank}
 
 
-def _history(record: RunRecord) -> Json:
+def _history(record: RecordedRun) -> Json:
     """Return, by rank and step, the time of the step with and without waiting for reductions."""
     numbers = record.step_numbers
     step_by_rank = [[ours.steps.get(number) for number in numbers] for ours in record.ranks.values()]
@@ -268,7 +268,7 @@ _NUM_NAMED = 3
 Event = dict[str, Any]
 
 
-def make_trace(record: RunRecord) -> str:
+def make_trace(record: RecordedRun) -> str:
     """Return a trace of the steps that the page shows, with one process per rank and one lane per kind of work.
 
     Steps are placed by the clock of the first rank; those that it did not record are left out.
@@ -289,7 +289,7 @@ def make_trace(record: RunRecord) -> str:
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
-def _step_events(record: RunRecord, rank: int, step: Step, zero_s: float) -> Iterator[Event]:
+def _step_events(record: RecordedRun, rank: int, step: Step, zero_s: float) -> Iterator[Event]:
     def us(seconds: float) -> float:
         return round(1e6 * seconds, 3)
 
