@@ -1,24 +1,24 @@
 """Training steps without host time: `training_step` and backward are captured as a CUDA graph, and replayed.
 
-There is a graph for each signature of a batch. Everything around `training_step` and backward stays: `zero_grad`,
-buffers that are shared, messages between ranks, checks of what is not finite, the optimizer's step with clipping and
-scaler, callbacks. `self.log` is recorded, and repeated after each replay with copies of what the graph has computed.
+Each signature of a batch has its own graph. Everything around `training_step` and backward still runs in Python:
+`zero_grad`, the broadcast of buffers, messages between ranks, non-finite checks, the optimizer's step with clipping and
+scaler, callbacks. Calls of `self.log` are recorded, and repeated after each replay with copies of the graph's values.
 
 Note: proof
-    A graph is used only after a step in which it has given what the same step gives without it, from the same weights,
-    gradients, buffers and random numbers: loss, outputs, logged values, gradients and buffers. In such a step all ranks
-    compute twice, so they agree on it. What counts is what was computed without the graph. After some thousand steps
-    that is repeated, and a graph that differs is given up. Otherwise each rank decides for itself whether to replay:
-    the reductions are the same ones, in the same order.
+    Before a graph is used, one step runs both with and without it, from the same weights, gradients, buffers and random
+    numbers. Loss, outputs, logged values, gradients and buffers must be equal; those computed without the graph count.
+    All ranks compute such a step twice, so they agree on it first. The proof is repeated every few thousand steps, and
+    a graph that differs is given up. Otherwise each rank decides for itself whether to replay: a replay has the same
+    reductions in the same order.
 
 Note: one stream
-    The nodes of autograd that hold our hooks remember the stream on which they were made, and a graph that waits for
-    another stream than its own cannot be captured. So a fit has one stream for everything, from the set-up on.
+    The autograd nodes that hold our hooks remember the stream on which they were made, and a capture that waits for
+    another stream fails. So everything in a fit runs on one side stream, from the set-up on.
 
 Note: memory of graphs
-    All graphs share one pool. Gradients of a captured step lie there, and what the next replay begins with overwrites
-    them: by then the optimizer has used them. To compare a graph later it is replayed first and dropped before the step
-    is computed again, so that its pool and the memory of that step do not add up.
+    All graphs share one pool. Gradients of a captured step lie there until the next replay overwrites them: by then the
+    optimizer has used them. A graph that is compared again is replayed first and dropped before the step runs without
+    it, so that the pool and the memory of that step do not add up.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -61,15 +60,15 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.trainer_internals import ClosureParts, Undo, logging_in, replace_closures
 from lightning_bucketddp.wording import list_names
 
-# How often a step is computed before it is captured: what is made lazily is there by then.
+# A step runs so often before it is captured: state that is made lazily exists by then.
 _NUM_BEFORE = 3
-# All ranks ask each other whether to prove a graph: in each of the first steps, and then once in so many.
-_ASK_IN_FIRST, _ASK_EVERY = 64, 64
+# Ranks agree on proofs in each of the first steps, and then once in so many.
+_AGREE_IN_FIRST, _AGREE_EVERY = 64, 64
 _COMPARE_EVERY = 4096
 _MOST_GRAPHS = 8
 _REPLAYS_PER_CAPTURE = 64
 _HOOKS_IN_CLOSURE = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
-# What ranks do together.
+# What ranks agree to do in a step.
 _PROVE, _COMPARE = "prove", "compare"
 
 
@@ -78,22 +77,22 @@ class _Step:
     """A captured step."""
 
     graph: CUDAGraph
-    inputs: list[Tensor]  # the tensors of the batch that it reads
-    params: list[Tensor]  # all of the module
-    before: list[Tensor | None]  # the gradients that it adds to, by parameter; None: it makes them
-    gradients: list[Tensor | None]  # those that it leaves
+    inputs: list[Tensor]  # the batch's tensors that the graph reads
+    params: list[Tensor]  # all parameters of the module
+    before: list[Tensor | None]  # by parameter, the gradient that the graph adds to; None: the graph makes it
+    gradients: list[Tensor | None]  # by parameter, the gradient after the step
     result: Any  # what the closure returns
     logged: list[Any]  # the calls of `self.log`
     backward: CapturedBackward
-    state: PythonState  # when it was captured
+    state: PythonState  # at the capture
 
-    def read(self, tensors: list[Tensor]) -> None:
+    def copy_batch(self, tensors: list[Tensor]) -> None:
         """Copy the tensors of a batch to where the graph reads them."""
         if tensors:
             torch._foreach_copy_(self.inputs, tensors)
 
     def finds_gradients(self, *, zeroed: bool) -> bool:
-        """Return whether the gradients that it adds to are where it expects them; `zeroed`: there will be none."""
+        """Return whether the gradients that the graph adds to are still in place; `zeroed`: `zero_grad` comes first."""
         return all(
             (zeroed and gradient is None) or param.grad is gradient
             for param, gradient in zip(self.params, self.before, strict=True)
@@ -101,19 +100,8 @@ class _Step:
 
     @property
     def values(self) -> Values:
-        """What it computes besides gradients."""
+        """What the step computes besides gradients."""
         return Values.of((self.result.loss, self.result.extra, self.logged))
-
-
-class StepHost(Protocol):
-    """What the strategy does around `training_step` and backward, and still does around a replay."""
-
-    @property
-    def reducer(self) -> Reducer | None: ...
-    def before_forward(self) -> None: ...
-    def weigh(self, loss: Tensor) -> Tensor: ...
-    def loss_factor(self) -> float: ...
-    def replayed_backward(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(eq=False)
@@ -121,16 +109,15 @@ class CapturedSteps(RunPart):
     """Captures and replays the steps of a fit with automatic optimization."""
 
     trainer: Any
-    host: StepHost
     collectives: Collectives  # of the ranks that take each step together
-    tell: Callable[[str], None]  # tells the user, in one line
-    make_graph: Callable[[], CUDAGraph] | None  # None: this device has none
+    log: Callable[[str], None]
+    make_graph: Callable[[], CUDAGraph] | None  # None: this device has no graphs
     num_replayed: int = 0
     _undo: Undo | None = None
-    _reason: str = ""
-    _has_ended: bool = False
+    _reason: str = ""  # why this rank captures nothing any more
+    _has_ended: bool = False  # all ranks know that reason
     _steps: dict[Any, _Step] = field(default_factory=dict)
-    _seen: Counter[Any] = field(default_factory=Counter)
+    _num_runs: Counter[Any] = field(default_factory=Counter)  # without a graph, by key
     _num_recaptured: int = 0
     _num_closures: int = 0
     _stream_before: torch.cuda.Stream | None = None
@@ -159,7 +146,7 @@ class CapturedSteps(RunPart):
         self._undo = None
 
     def close(self) -> None:
-        """Let go of all graphs, and go back to the stream that was there before."""
+        """Drop all graphs, and return to the stream of before."""
         self.end_training()
         self._steps.clear()
         if self._stream_before is not None:
@@ -168,7 +155,7 @@ class CapturedSteps(RunPart):
             self._stream_before = None
 
     def release(self) -> None:
-        """Let go of all graphs, from another thread: NCCL is being aborted."""
+        """Release all graphs, from another thread: NCCL is being aborted."""
         for step in list(self._steps.values()):
             step.graph.release()
 
@@ -181,17 +168,20 @@ class CapturedSteps(RunPart):
 
     @property
     def _reducer(self) -> Reducer:
-        assert self.host.reducer is not None  # there is one as long as there is a fit
-        return self.host.reducer
+        reducer: Reducer = self.trainer.strategy.reducer
+        return reducer
 
     def _give_up(self, reason: str) -> None:
-        """Capture nothing any more on this rank; the others follow when they ask (Note: proof)."""
+        """Capture nothing any more on this rank; the others follow at the next `_agree`."""
         self._reason = self._reason or reason
         self._steps.clear()
 
     def _agree(self, wish: str = "") -> str:
-        """Return the wish of all ranks, or to prove if one wants that; if one has given up, all do, and say why."""
-        # Between hosts: whoever waits for a device does so for ever if another rank does not come.
+        """Return what all ranks do: `_PROVE` if one wishes it, else the wish of all of them.
+
+        If one rank has given up, all do, and log why.
+        """
+        # Over host memory: a host that waits for a device cannot be interrupted if another rank does not come.
         group = self.collectives if self.collectives.world_size == 1 else self.collectives.host_group()
         ranks = group.gather_json([wish, self._reason])
         for rank, (_, reason) in enumerate(ranks):
@@ -199,7 +189,7 @@ class CapturedSteps(RunPart):
                 self._give_up(reason)
                 self._has_ended = True
                 on_rank = f"on rank {rank} " if rank else ""
-                self.tell(f"bucketddp: steps are not captured as CUDA graphs: {on_rank}{reason}.")
+                self.log(f"bucketddp: steps are not captured as CUDA graphs: {on_rank}{reason}.")
                 return ""
         wishes = {wish for wish, _ in ranks}
         if _PROVE in wishes:
@@ -207,15 +197,14 @@ class CapturedSteps(RunPart):
         return wish if len(wishes) == 1 else ""
 
     def run(self, closure: ClosureParts) -> Any:
-        """Run the closure of a batch, or replay it."""
+        """Replay the step of a batch, or run its closure."""
         if self._has_ended or not closure.has_backward or (trainable := self._reducer.settled()) is None:
             return closure.run()
         self._num_closures += 1
         key, tensors = self._key(closure)
         step = None if key is None else self._steps.get(key)
         if step is not None and (changed := self._find_change(step, trainable)):
-            # It will be captured again, as it is now.
-            del self._steps[key]
+            del self._steps[key]  # to be captured again
             self._num_recaptured += 1
             if self._num_recaptured > _MOST_GRAPHS + self.num_replayed // _REPLAYS_PER_CAPTURE:
                 self._give_up(f"`{changed}` changes between steps")
@@ -225,15 +214,15 @@ class CapturedSteps(RunPart):
         if wish == _PROVE:
             return self._prove(key, closure)
         if step is not None and wish == _COMPARE:
-            del step  # its memory is given back in there
+            del step  # the last reference is in `_steps`: `_compare` frees its memory
             return self._compare(key, closure, tensors)
         if step is not None and can_replay:
             return self._replay(step, closure, tensors)
-        self._seen[key] += 1
+        self._num_runs[key] += 1
         return closure.run()
 
     def _key(self, closure: ClosureParts) -> tuple[Any, list[Tensor]]:
-        """Return what a graph depends on, and the tensors of the batch; no key: this batch is not captured."""
+        """Return the key of the graph for this batch, None if it has none, and the tensors of the batch."""
         if self._reason:
             return None, []
         try:
@@ -242,29 +231,30 @@ class CapturedSteps(RunPart):
             self._give_up(str(error))
             return None, []
         how = (closure.zero_grad is None, self._reducer.is_synchronised, self.trainer.accumulate_grad_batches)
-        return (signature, how, self.host.loss_factor()), tensors
+        return (signature, how, self.trainer.strategy.loss_factor()), tensors
 
     def _find_change(self, step: _Step, trainable: tuple[bool, ...]) -> str:
-        """Return the name of something that is not as it was when `step` was captured; empty: all is."""
+        """Return the name of something that has changed since `step` was captured, or ""."""
         can_replay = is_replayable(self._reducer, step.backward, trainable)
         return step.state.find_change() or ("" if can_replay else "requires_grad")
 
     def _wish(self, key: Any, *, can_replay: bool) -> str:
-        """Return what all ranks do in this step besides training. All of them ask this in the same steps."""
-        if self._num_closures > _ASK_IN_FIRST and self._num_closures % _ASK_EVERY:
+        """Return what all ranks do in this step besides training. All ranks call this in the same steps."""
+        if self._num_closures > _AGREE_IN_FIRST and self._num_closures % _AGREE_EVERY:
             return ""
         if can_replay:
             return self._agree(_COMPARE if self._num_closures % _COMPARE_EVERY == 0 else "")
-        return self._agree(_PROVE if self._lacks(key) and self._seen[key] >= _NUM_BEFORE else "")
+        return self._agree(_PROVE if self._lacks(key) and self._num_runs[key] >= _NUM_BEFORE else "")
 
     def _lacks(self, key: Any) -> bool:
         return key is not None and key not in self._steps and len(self._steps) < _MOST_GRAPHS
 
     def _replay(self, step: _Step, closure: ClosureParts, tensors: list[Tensor]) -> Any:
-        self.host.before_forward()
-        self.host.weigh(torch.ones(()))  # what it comes to is in the graph
+        strategy = self.trainer.strategy
+        strategy.before_forward()
+        strategy.weigh(torch.ones(()))  # counts the batch; the factor itself is in the graph
         weighting, syncs = self._reducer.weighting, self._reducer.is_synchronised
-        # Else gradients need not be let go of first: the replay overwrites them.
+        # Otherwise gradients need not be set to None first: the replay overwrites them.
         if closure.zero_grad is not None and weighting is not None and weighting.looks_at_earlier(syncs=syncs):
             closure.zero_grad()
 
@@ -277,8 +267,8 @@ class CapturedSteps(RunPart):
                 self._reducer.finiteness.check_loss(step.result.loss)
 
         with torch.no_grad():
-            step.read(tensors)
-            with self.host.replayed_backward():
+            step.copy_batch(tensors)
+            with strategy.replayed_backward():
                 replay_backward(self._reducer, step.backward, run)
             result = copy.copy(step.result)
             result.loss, result.extra = apply_to_collection((result.loss, result.extra), Tensor, torch.clone)
@@ -289,13 +279,13 @@ class CapturedSteps(RunPart):
         return result
 
     def _prove(self, key: Any, closure: ClosureParts) -> Any:
-        """Compute a step, and then capture and replay it (Note: proof); return the result of the first."""
-        self.host.before_forward()
+        """Run a step, and then capture and replay it (Note: proof); return the result of the run."""
+        self.trainer.strategy.before_forward()
         start = StepStart(self._module, closure, self.collectives.device, self._reducer)
         result, values, found = compute_watched(closure, self.trainer, self._reducer, self.collectives.device)
         if found:
             self._give_up(found[0])
-        # A step that changes something in Python must not run a second time, on any rank.
+        # A step that changes Python state must not run twice, on any rank.
         if not self._agree(_PROVE):
             return result
         kept = start.keep()
@@ -305,7 +295,7 @@ class CapturedSteps(RunPart):
             if step is None:
                 self._run_as_captured(closure, dict(closure.arguments), start.loss_digest)
             else:
-                # Before it is used, so that an abort lets go of it. If it differs, all graphs are given up.
+                # Before the replay, so that an abort can release it. If it differs, all graphs are given up.
                 self._steps[key] = step
                 step.graph.replay()
                 replayed = Outcome(step.values, step.gradients, list(self._module.buffers()))
@@ -316,12 +306,12 @@ class CapturedSteps(RunPart):
         return result
 
     def _compare(self, key: Any, closure: ClosureParts, tensors: list[Tensor]) -> Any:
-        """Replay a step, and then compute it; return the result of the second (Note: memory of graphs)."""
-        self.host.before_forward()
+        """Replay a step, and then run it; return the result of the run (Note: memory of graphs)."""
+        self.trainer.strategy.before_forward()
         start = StepStart(self._module, closure, self.collectives.device, self._reducer)
         step = self._steps[key]
         with torch.no_grad():
-            step.read(tensors)
+            step.copy_batch(tensors)
             step.graph.replay()
             replayed = Outcome.of(self._module, step.values, step.gradients)
         self._steps.clear()
@@ -357,39 +347,35 @@ class CapturedSteps(RunPart):
         step.result.closure_loss = None
         return step
 
+    @torch.enable_grad()
     def _run_as_captured(
         self, closure: ClosureParts, arguments: Mapping[str, Any], loss_digest: Tensor | None
     ) -> tuple[Any, list[Any], CapturedBackward]:
-        """Run what is captured, which logs nothing; return the closure's result, the calls of `self.log`, the backward.
+        """Run what is captured: `training_step` and backward as the strategy runs them, without the host's part.
 
-        Ranks exchange gradients and nothing else.
+        Return the closure's result, the calls of `self.log`, which log nothing here, and the backward.
         """
-        logged: list[Any] = []
+        module, reducer, strategy = self._module, self._reducer, self.trainer.strategy
+        precision, logged = strategy.precision_plugin, list[Any]()
 
-        def note(*args: Any, **kwargs: Any) -> None:
+        def record(*args: Any, **kwargs: Any) -> None:
             logged.append(checked_call(args, kwargs, []))
 
-        with captured_in(self._reducer, loss_digest) as backward, methods_replaced(self._module, log=note):
-            return self._step_and_backward(closure, arguments), logged, backward
-
-    @torch.enable_grad()
-    def _step_and_backward(self, closure: ClosureParts, arguments: Mapping[str, Any]) -> Any:
-        """Do what the strategy's `training_step` and `backward` do, without what belongs to the host."""
-        module, precision = self._module, self.trainer.strategy.precision_plugin
-        with precision.train_step_context():
-            output = module.training_step(*arguments.values())
-        result = closure.result_of(output)
-        loss = result.closure_loss
-        if loss is None:
-            raise NotCapturedError("`training_step` returned None")
-        if not self._reducer.is_alone:
-            self._reducer.finiteness.check_loss(loss)
-        weight = self.host.loss_factor()
-        loss = precision.pre_backward(loss if weight == 1 else loss * weight, module)
-        with self._reducer.backward():
-            precision.backward(loss, module, closure.optimizer)
-        precision.post_backward(loss, module)
-        return result
+        with captured_in(reducer, loss_digest) as backward, methods_replaced(module, log=record):
+            with precision.train_step_context():
+                output = module.training_step(*arguments.values())
+            result = closure.result_of(output)
+            loss = result.closure_loss
+            if loss is None:
+                raise NotCapturedError("`training_step` returned None")
+            if not reducer.is_alone:
+                reducer.finiteness.check_loss(loss)
+            weight = strategy.loss_factor()
+            loss = precision.pre_backward(loss if weight == 1 else loss * weight, module)
+            with reducer.backward():
+                precision.backward(loss, module, closure.optimizer)
+            precision.post_backward(loss, module)
+        return result, logged, backward
 
     def _compare_outcomes(self, with_graph: Outcome, without: Outcome, *, when: str) -> None:
         if different := with_graph.find_difference(without, self._module, factor=self._reducer.factor):
@@ -397,13 +383,13 @@ class CapturedSteps(RunPart):
 
 
 def find_obstacle(trainer: Any, reducer: Reducer) -> str:
-    """Return why no step of this fit can be captured; empty: it may be possible."""
+    """Return why no step of this fit can be captured, or ""."""
     module = trainer.lightning_module
     if not module.automatic_optimization:
         return "optimization is manual"
     for owner in (module, *trainer.callbacks):
         for name in (*_HOOKS_IN_CLOSURE, *(("backward", "optimizer_zero_grad") if owner is module else ())):
-            # Lightning's classes have these hooks, and do nothing in them.
+            # In Lightning's own classes these hooks do nothing.
             if (method := getattr(owner, name, None)) is not None and is_of_user(method):
                 return f"`{type(owner).__name__}.{name}` runs within it"
     optimizer, params = trainer.optimizers[0], set(module.parameters())
@@ -415,7 +401,7 @@ def find_obstacle(trainer: Any, reducer: Reducer) -> str:
 
 
 def signature_of(arguments: Mapping[str, Any], device: torch.device) -> tuple[Any, list[Tensor]]:
-    """Return what a graph has fixed of a batch, hashable, and the tensors in it, in their order."""
+    """Return the part of a batch that a graph has fixed, hashable, and its tensors in order."""
     tensors: list[Tensor] = []
 
     def visit(value: Any) -> Any:
@@ -436,5 +422,5 @@ def signature_of(arguments: Mapping[str, Any], device: torch.device) -> tuple[An
             return type(value), tuple(visit(getattr(value, field.name)) for field in fields(value))
         raise NotCapturedError(f"the batch has a `{type(value).__name__}`, which is unknown")
 
-    # Whether a step uses the number of the batch is found out otherwise.
+    # `watched_index` finds out whether a step uses the number of the batch.
     return visit({name: value for name, value in arguments.items() if name != "batch_idx"}), tensors

@@ -1,10 +1,10 @@
-"""Whether a step can be captured: what it depends on besides tensors, and whether it computes the same twice.
+"""Whether a step can be captured: what it depends on besides tensors, and the state that it begins with.
 
-A graph repeats kernels. Python ran once, when it was captured. So a step may be captured only if Python would do the
-same in every step. Known to do otherwise: steps that read the number of the batch, of the step or of the epoch, or a
-learning rate; that change attributes of modules (counters, metrics, buffers that are replaced); that draw random
-numbers on the CPU; that have hooks. Attributes that others change between steps are compared before each replay. What
-is left (a global variable, an entry of a large table) is found by comparing steps now and then.
+A graph repeats kernels; Python ran once, at the capture. So a step may be captured only if Python does the same in
+every step. These steps do not: those that read the number of the batch, step or epoch, or a learning rate; that change
+attributes of modules (counters, metrics, replaced buffers); that draw random numbers on the CPU; that have hooks.
+Attributes that other code changes between steps are compared before each replay. Comparing steps now and then finds
+the rest (a global variable, an entry of a large table).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from lightning_bucketddp.sharding.gradient import copy_of
 from lightning_bucketddp.trainer_internals import SET_BY_LIGHTNING, ClosureParts, replace_method, trainer_replaced
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), np.generic, torch.dtype, torch.device, torch.Size)
-# What has more entries is a table of data: they are not compared one by one before each replay.
+# A larger container is a table of data: its entries are not compared before each replay.
 _MOST_ENTRIES = 1000
-# What has no keys under which a change could be seen, and the state of it.
+# Types that change without a change under some key, and their state.
 _STATES: dict[Any, Callable[[Any], Any]] = {
     np.ndarray: np.ndarray.tolist,
     set | frozenset: lambda items: sorted(map(repr, items)),
@@ -47,11 +47,11 @@ _STATES: dict[Any, Callable[[Any], Any]] = {
     torch.Generator: lambda generator: generator.get_state().tolist() if generator.device.type == "cpu" else "",
 }
 _HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Attributes of modules that torch or Lightning change by themselves, or that have no numbers in them.
+# Attributes of modules that torch or Lightning change, or that hold no numbers.
 _NOT_OF_THE_USER = {*SET_BY_LIGHTNING, "log", "training_step"} | vars(nn.Module()).keys() - {
     *("training", "_parameters", "_buffers"),
 }
-# What a step may ask of its Trainer: it is the same in every step.
+# A step may read these of its Trainer: they are the same in every step.
 _CONSTANT_OF_TRAINER = {
     *("strategy", "world_size", "global_rank", "local_rank", "node_rank", "num_nodes", "num_devices", "device_ids"),
     *("precision", "precision_plugin", "accelerator", "lightning_module", "model", "optimizers"),
@@ -64,7 +64,7 @@ _PACKAGES = {
     *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
     "lightning_bucketddp",
 }
-# What asks for the number in an integer.
+# The special methods by which an integer is used.
 _USES_OF_INDEX = [
     *("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "index", "int", "float", "str", "repr", "format", "neg"),
     *("add", "radd", "sub", "rsub", "mul", "rmul", "mod", "rmod", "floordiv", "truediv", "divmod", "pow", "and", "or"),
@@ -81,9 +81,9 @@ def is_of_user(thing: Any) -> bool:
 
 
 def users_line(error: BaseException | None = None) -> str:
-    """Return the last line of the user's own that `error` has come from, or that runs now, as ` at FILE:LINE`."""
+    """Return the innermost line of user code that `error` came from, or that runs now, as ` at FILE:LINE`."""
     others = _PACKAGES | sys.stdlib_module_names
-    own = inspect.currentframe()  # with None, how many frames are left out depends on the version of Python
+    own = inspect.currentframe()  # `walk_stack(None)` skips a number of frames that depends on Python's version
     frames = traceback.walk_stack(own) if error is None else reversed(list(traceback.walk_tb(error.__traceback__)))
     for frame, line in frames:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in others:
@@ -103,27 +103,27 @@ def explain_failure(error: Exception) -> str:
 
 
 class WatchedTrainer:
-    """Stands for the Trainer in a step; `tell` hears what the step asks of it that is not the same in each step."""
+    """Stands for the Trainer in a step, and reports what the step reads of it that may change between steps."""
 
-    def __init__(self, trainer: Any, tell: Callable[[str], None]) -> None:
-        vars(self).update(watched=trainer, tell=tell)
+    def __init__(self, trainer: Any, report: Callable[[str], None]) -> None:
+        vars(self).update(watched=trainer, report=report)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _CONSTANT_OF_TRAINER:
-            vars(self)["tell"](f"`training_step` reads `trainer.{name}`{users_line()}")
+            vars(self)["report"](f"`training_step` reads `trainer.{name}`{users_line()}")
         return getattr(vars(self)["watched"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        vars(self)["tell"](f"`training_step` sets `trainer.{name}`{users_line()}")
+        vars(self)["report"](f"`training_step` sets `trainer.{name}`{users_line()}")
         setattr(vars(self)["watched"], name, value)
 
 
 @contextmanager
-def rate_reads_noted(tell: Callable[[str], None]) -> Iterator[None]:
-    """Tell when something inside reads an optimizer or a scheduler: what they hold changes from step to step."""
+def rate_reads_reported(report: Callable[[str], None]) -> Iterator[None]:
+    """Report each read of an optimizer or a scheduler inside: what they hold changes from step to step."""
 
     def read(self: Any, name: str) -> Any:
-        tell(f"`training_step` reads `{type(self).__name__}.{name}`{users_line()}")
+        report(f"`training_step` reads `{type(self).__name__}.{name}`{users_line()}")
         return object.__getattribute__(self, name)
 
     for cls in (Optimizer, LRScheduler):
@@ -135,12 +135,12 @@ def rate_reads_noted(tell: Callable[[str], None]) -> Iterator[None]:
             del cls.__getattribute__
 
 
-def watched_index(index: int, tell: Callable[[str], None]) -> int:
-    """Return the number of a batch; `tell` hears when it is used."""
+def watched_index(index: int, report: Callable[[str], None]) -> int:
+    """Return the number of a batch, which reports when it is used."""
 
     def using(name: str) -> Callable[..., Any]:
         def use(self: int, *args: Any) -> Any:
-            tell(f"`training_step` uses the number of the batch{users_line()}")
+            report(f"`training_step` uses the number of the batch{users_line()}")
             return getattr(int, name)(self, *args)
 
         return use
@@ -151,8 +151,8 @@ def watched_index(index: int, tell: Callable[[str], None]) -> int:
 
 
 @contextmanager
-def host_waits_noted(device: torch.device, tell: Callable[[str], None]) -> Iterator[None]:
-    """Tell when the host waits for the device inside, as `Tensor.item` does."""
+def host_waits_reported(device: torch.device, report: Callable[[str], None]) -> Iterator[None]:
+    """Report when the host waits for the device inside, as `Tensor.item` does."""
     if device.type != "cuda":
         yield
         return
@@ -160,14 +160,14 @@ def host_waits_noted(device: torch.device, tell: Callable[[str], None]) -> Itera
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def see(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        def filtered(message: Warning | str, *args: Any, **kwargs: Any) -> None:
             if "synchronizing CUDA operation" in str(message):
-                tell(f"`training_step` waits for the device{users_line()}")
+                report(f"`training_step` waits for the device{users_line()}")
             else:
                 show(message, *args, **kwargs)
 
         warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
-        warnings.showwarning = see
+        warnings.showwarning = filtered
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield
@@ -176,10 +176,9 @@ def host_waits_noted(device: torch.device, tell: Callable[[str], None]) -> Itera
 
 
 def find_hooks(root: nn.Module, num_ours: Callable[[Tensor], int]) -> str:
-    """Return a hook of the user's that runs in a step, in words; `num_ours` are the others on a parameter."""
+    """Describe a user's hook that runs in a step, or return ""; `num_ours` counts our own on a parameter."""
     for name, module in root.named_modules():
-        hooks = [hook for kind in _HOOKS_OF_MODULE for hook in getattr(module, kind, {}).values()]
-        for hook in hooks:
+        for hook in (hook for kind in _HOOKS_OF_MODULE for hook in getattr(module, kind, {}).values()):
             if is_of_user(hook):
                 return f"`{name or type(module).__name__}` has a hook, `{getattr(hook, '__qualname__', hook)}`"
     for name, param in root.named_parameters():
@@ -191,16 +190,15 @@ def find_hooks(root: nn.Module, num_ours: Callable[[Tensor], int]) -> str:
 
 
 class PythonState:
-    """Attributes of all modules, what they hold, and where their tensors are: compared before each replay."""
+    """Attributes of all modules, their contents, and the addresses of their tensors: compared before each replay."""
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
-        # What holds something under a key, what that is, and its name. Lists of each: a replay takes little longer than
-        # a loop in Python over all of them would.
+        # Parallel lists, which `map` compares: a loop in Python would take nearly as long as a replay.
         self._owners: list[Any] = []
         self._keys: list[Any] = []
         self._values: list[Any] = []
         self._names: list[str] = []
-        self._texts: dict[int, str] = {}  # of values that change under no key, by position
+        self._texts: dict[int, str] = {}  # by position, the state of values whose type is in `_STATES`
         self._containers: list[Any] = []
         self._tensors: list[Tensor] = []
         self._name_of: dict[int, str] = {}  # by the id of a container or a tensor
@@ -211,21 +209,21 @@ class PythonState:
             for key, value in own.items():
                 name = f"{path}.{key}" if path else key
                 if key in ("_parameters", "_buffers"):
-                    self._look_into(value, name)
+                    self._record_items(value, name)
                 elif key not in _NOT_OF_THE_USER:
-                    self._note(own, key, value, name)
+                    self._record(own, key, value, name)
         self._sizes = list(map(len, self._containers))
         self._places = list(map(Tensor.data_ptr, self._tensors))
-        # A graph reads what is in a tensor, but of one on the CPU what was in it.
-        are_read = device.type == "cpu"
-        self._fixed = [each for each in self._tensors if each.is_cpu and not are_read and not each.is_inference()]
+        # A graph on a GPU holds the contents that a CPU tensor had at the capture.
+        is_on_gpu = device.type != "cpu"
+        self._fixed = [each for each in self._tensors if each.is_cpu and is_on_gpu and not each.is_inference()]
         self._versions = [tensor._version for tensor in self._fixed]
 
     def _add(self, things: list[Any], thing: Any, name: str) -> None:
         things.append(thing)
         self._name_of[id(thing)] = name
 
-    def _note(self, owner: Any, key: Any, value: Any, name: str) -> None:
+    def _record(self, owner: Any, key: Any, value: Any, name: str) -> None:
         if (text := _text_of(value)) is not None:
             self._texts[len(self._values)] = text
         self._owners.append(owner)
@@ -236,17 +234,17 @@ class PythonState:
             self._add(self._tensors, value, name)
         elif not isinstance(value, (*_PLAIN, nn.Module)) and id(value) not in self._visited:
             self._visited.add(id(value))
-            self._look_into(vars(value) if hasattr(value, "__dict__") and is_of_user(type(value)) else value, name)
+            self._record_items(vars(value) if hasattr(value, "__dict__") and is_of_user(type(value)) else value, name)
 
-    def _look_into(self, inside: Any, name: str) -> None:
-        if isinstance(inside, dict | list | tuple | deque):
-            self._add(self._containers, inside, name)
-            if len(inside) <= _MOST_ENTRIES:
-                for each, item in list(inside.items() if isinstance(inside, dict) else enumerate(inside)):
-                    self._note(inside, each, item, f"{name}[{each!r}]")
+    def _record_items(self, container: Any, name: str) -> None:
+        if isinstance(container, dict | list | tuple | deque):
+            self._add(self._containers, container, name)
+            if len(container) <= _MOST_ENTRIES:
+                for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
+                    self._record(container, key, item, f"{name}[{key!r}]")
 
     def find_change(self) -> str:
-        """Return the name of something that is not as it was; empty: all is."""
+        """Return the name of something that has changed, or ""."""
         if change := self._first_other(self._containers, map(len, self._containers), self._sizes):
             return change
         try:
@@ -255,7 +253,8 @@ class PythonState:
             return str(error.args[0])
         if not all(map(operator.is_, values, self._values)):
             for position, (now, value) in enumerate(zip(values, self._values, strict=True)):
-                if now is not value and position not in self._texts and not _are_equal(now, value):
+                is_equal = type(now) is type(value) and isinstance(now, _PLAIN) and now == value
+                if now is not value and position not in self._texts and not is_equal:
                     return self._names[position]
         for position, text in self._texts.items():
             if _text_of(values[position]) != text:
@@ -265,20 +264,15 @@ class PythonState:
         )
 
     def _first_other(self, things: list[Any], now: Iterable[int], before: list[int]) -> str:
-        """Return the name of the first of `things` whose number is another now; empty: none is."""
+        """Return the name of the first of `things` whose number has changed, or ""."""
         if (numbers := list(now)) == before:
             return ""
-        return next(
-            self._name_of[id(thing)] for thing, *both in zip(things, numbers, before, strict=True) if both[0] != both[1]
-        )
-
-
-def _are_equal(one: Any, another: Any) -> bool:
-    return type(one) is type(another) and isinstance(one, _PLAIN) and one == another
+        changed = (n for n, (number, old) in enumerate(zip(numbers, before, strict=True)) if number != old)
+        return self._name_of[id(things[next(changed)])]
 
 
 def _text_of(value: Any) -> str | None:
-    """Return what is in `value`, if that changes under no key."""
+    """Return the state of a value whose type is in `_STATES`, else None."""
     for kind, state_of in _STATES.items():
         if isinstance(value, kind) and getattr(value, "size", 0) <= _MOST_ENTRIES:
             return str(state_of(value))
@@ -286,13 +280,13 @@ def _text_of(value: Any) -> str | None:
 
 
 def random_states(device: torch.device) -> tuple[Any, ...]:
-    """Return the states of the generators on the host that a step on `device` has no need of."""
+    """Return the states of the generators on the host, without the one that a step on `device` may use."""
     of_torch = b"" if device.type == "cpu" else torch.get_rng_state().numpy().tobytes()
     return random.getstate(), str(np.random.get_state(legacy=False)), of_torch
 
 
 class StepStart:
-    """What a step begins with: its gradients, buffers and random numbers."""
+    """A copy of what a step begins with: gradients, buffers and random state."""
 
     def __init__(self, module: nn.Module, closure: ClosureParts, device: torch.device, reducer: Reducer) -> None:
         self._module = module
@@ -312,7 +306,7 @@ class StepStart:
 
     @torch.no_grad()
     def restore(self, *, zero: bool = False) -> None:
-        """Have all of it as it was; `zero`: as it is after `zero_grad`."""
+        """Restore the state at the start; `zero`: after `zero_grad`."""
         if zero and self._zeroes:
             self._optimizer.zero_grad()
         for param, gradient, copied in self._gradients:
@@ -324,13 +318,13 @@ class StepStart:
         self._generator.set_state(self._random_state)
 
     def outcome(self, values: Values) -> Outcome:
-        """Return what a step has computed that ended with this; nothing is copied."""
+        """Return the outcome of a step that ended in this state; nothing is copied."""
         by_param = {id(param): copied for param, _, copied in self._gradients}
         gradients = [by_param.get(id(param)) for param in self._module.parameters()]
         return Outcome(values, gradients, [copied for _, copied in self._buffers])
 
     def keep(self) -> StepStart:
-        """Return the same of now, with copies of all gradients in the place of those that there are."""
+        """Return the present state, with copies in the place of the gradients."""
         kept = copy.copy(self)
         kept._gradients = [
             (param, copied, copied)
@@ -343,7 +337,7 @@ class StepStart:
 
 
 def checked_call(args: tuple[Any, ...], kwargs: dict[str, Any], found: list[str]) -> tuple[Any, ...]:
-    """Return the arguments of a call of `self.log` without the graph of autograd; tell what cannot be repeated."""
+    """Return the arguments of a call of `self.log`, detached; add to `found` why it cannot be repeated."""
     value = args[1] if len(args) > 1 else kwargs.get("value")
     if isinstance(value, nn.Module):
         found.append(f"`training_step` logs a metric, `{type(value).__name__}`{users_line()}")
@@ -365,7 +359,7 @@ def methods_replaced(module: nn.Module, **methods: Callable[..., Any]) -> Iterat
 def compute_watched(
     closure: ClosureParts, trainer: Any, reducer: Reducer, device: torch.device
 ) -> tuple[Any, Values, list[str]]:
-    """Compute a step without a graph; return its result, with copies of all values, and why not to capture it."""
+    """Run a step without a graph; return its result, copies of all values, and reasons not to capture it."""
     found: list[str] = []
     logged: list[Any] = []
     module = trainer.lightning_module
@@ -376,12 +370,16 @@ def compute_watched(
         num_found = len(found)
         with trainer_replaced(module, trainer):
             log(*args, **kwargs)
-        del found[num_found:]  # it will not be captured
+        del found[num_found:]  # Lightning's `log` itself is not captured
 
     @functools.wraps(training_step)
     def watched_step(*args: Any, **kwargs: Any) -> Any:
         watched = WatchedTrainer(trainer, found.append)
-        with trainer_replaced(module, watched), host_waits_noted(device, found.append), rate_reads_noted(found.append):
+        with (
+            trainer_replaced(module, watched),
+            host_waits_reported(device, found.append),
+            rate_reads_reported(found.append),
+        ):
             return training_step(*args, **kwargs)
 
     arguments = dict(closure.arguments)

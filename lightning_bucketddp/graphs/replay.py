@@ -1,4 +1,4 @@
-"""A CUDA graph, what it computes, and the host's part of the backward in it: when it is captured, and in replays."""
+"""A CUDA graph, its outcome, and the host's part of a backward that is captured or replayed."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class CUDAGraph:
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
-        # Whoever holds it may use the graph, and nobody else: an abort lets go of it.
+        # Held while the graph is used: an abort, in another thread, resets it.
         self._use = threading.Lock()
 
     def capture(self, body: Callable[[], _T]) -> _T:
-        """Capture what `body` does, and return what it returns: each replay writes into the tensors in that."""
+        """Capture `body`, and return what it returns: each replay writes into those tensors."""
         stream = torch.cuda.current_stream()
-        # Others free cuBLAS' workspaces at any time, as Lightning does when a Trainer ends: one in the pool is ours.
+        # cuBLAS makes a workspace in the pool of this graph: Lightning frees all others when a Trainer ends.
         torch._C._cuda_clearCublasWorkspaces()
-        # A graph that is garbage, of a fit that has failed, would otherwise be collected in here, and end the capture.
+        # Collecting the graph of a failed fit during the capture would end the capture.
         gc.collect()
         try:
-            # `thread_local`: NCCL's watchdog asks for its events meanwhile, and loaders pin memory.
+            # `thread_local`: meanwhile NCCL's watchdog queries its events, and loaders pin memory.
             with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 return body()
         except BaseException:
-            # torch leaves its random numbers as if they were still captured.
+            # torch leaves the generator in its capturing state.
             generator = torch.cuda.default_generators[stream.device_index]
             generator.graphsafe_set_state(generator.clone_state())
             raise
@@ -55,15 +55,15 @@ class CUDAGraph:
             self._graph.replay()
 
     def release(self) -> None:
-        """Let go of it while the thread that trains may be waiting for it: NCCL is being aborted."""
-        # Not while it is launched. If that takes long, it is the end of the process that lets go of it.
+        """Reset the graph while the training thread may be waiting for it: NCCL is being aborted."""
+        # Not during a launch. If that takes long, the end of the process frees it.
         if self._use.acquire(timeout=_LAUNCHED_WITHIN_S):
             self._graph.reset()
             self._use.release()
 
 
 def new_graph(device: torch.device) -> Callable[[], CUDAGraph] | None:
-    """Return what makes graphs on this device, all in one pool; None: nothing does."""
+    """Return a factory of graphs that share one pool; None: this device has none."""
     if device.type != "cuda":
         return None
     pool = torch.cuda.graph_pool_handle()
@@ -72,10 +72,10 @@ def new_graph(device: torch.device) -> Callable[[], CUDAGraph] | None:
 
 @contextmanager
 def captured_in(reducer: Reducer, loss_digest: Tensor | None) -> Iterator[CapturedBackward]:
-    """Run one backward inside that exchanges gradients and nothing else: what is left is done by `replay_backward`.
+    """Run one backward inside that only exchanges gradients: `replay_backward` does the rest.
 
-    The ranks may do this in the same step only, and one that captures nothing runs its backward inside, too. What
-    the context gives is complete at its end. `loss_digest` is that of the losses before, not exchanged yet.
+    All ranks do this in the same step; one that captures nothing also runs its backward inside. The yielded object is
+    complete at the end of the block. `loss_digest` holds earlier losses that are not exchanged yet.
     """
     stats, digest = replace(reducer.stats), reducer.finiteness.loss_digest
     reducer.finiteness.loss_digest = loss_digest
@@ -90,14 +90,14 @@ def captured_in(reducer: Reducer, loss_digest: Tensor | None) -> Iterator[Captur
 
 
 def is_replayable(reducer: Reducer, captured: CapturedBackward, trainable: tuple[bool, ...]) -> bool:
-    """Return whether the plan, which is settled, and what is trainable are what they were then."""
+    """Return whether the settled plan and the trainable parameters are those of the capture."""
     if reducer.is_alone or trainable != captured.trainable:
         return trainable == captured.trainable
     return reducer.plans.bucket_set(trainable) is captured.bucket_set
 
 
 def replay_backward(reducer: Reducer, captured: CapturedBackward, run: Callable[[], None]) -> None:
-    """Do around `run`, which replays a captured backward, what the host does around one."""
+    """Call `run`, which replays a captured backward, and do the host's part of a backward around it."""
     reducer.refuse_after_failure()
     reducer.stats.num_replayed += 1
     reducer.finiteness.begin()
@@ -108,7 +108,7 @@ def replay_backward(reducer: Reducer, captured: CapturedBackward, run: Callable[
         return
     if reducer.maker is not None:
         reducer.maker.begin_backward()
-        reducer.finiteness.catch_up(reducer.stats)  # ranks look at their shards together, before the next reduction
+        reducer.finiteness.catch_up(reducer.stats)  # ranks check their shards together, before the next reduction
     weighting, factor, some_miss = reducer.weighting, None, False
     if weighting is not None:
         some_miss = captured.syncs and weighting.some_miss
@@ -116,7 +116,7 @@ def replay_backward(reducer: Reducer, captured: CapturedBackward, run: Callable[
             factor = reducer.factor_of_mean(captured.trainable)
     try:
         run()
-        # It waits for the replay before; the device has this one to go on with.
+        # This waits for the previous replay, while the device works on this one.
         reducer.finiteness.catch_up(reducer.stats, has_gradients=False)
     except BaseException as error:
         reducer.fail(error)
@@ -140,12 +140,12 @@ def replay_backward(reducer: Reducer, captured: CapturedBackward, run: Callable[
 
 
 def take_gradients(reducer: Reducer, factor: float = 1.0) -> None:
-    """Take over averaged gradients that parameters were given outside of a backward, multiplied by `factor`."""
+    """Have the buckets own the averaged gradients that a replay has left in `.grad`, multiplied by `factor`."""
     if reducer.bucket_set is not None and reducer.is_synchronised and (factor != 1 or reducer.maker is not None):
         reducer.bucket_set.take_gradients(factor)
 
 
-# Kernels that add in no fixed order differ from run to run by rounding.
+# Kernels that add in no fixed order round differently in each run.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 _OTHER_ROUNDING = 2e-2
 
@@ -183,7 +183,7 @@ class Outcome:
         return cls(values.copied(), copies, [buffer.clone() for buffer in module.buffers()])
 
     def find_difference(self, other: Outcome, module: nn.Module, *, factor: float) -> str:
-        """Return what is another there, in words; empty: nothing is, but for rounding and `factor`, of gradients."""
+        """Name the first value that differs by more than rounding, or return ""; `factor` scales our gradients."""
         tensors, of_other = self.values.tensors, other.values.tensors
         if len(tensors) != len(of_other) or self.values.numbers != other.values.numbers:
             return "a number that is logged or returned"

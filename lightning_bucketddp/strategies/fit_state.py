@@ -238,7 +238,7 @@ def _prepare_fit(strategy: TrainerStrategy, trainer: Trainer, collectives: Colle
     assert weighting is not None
     if options.cuda_graphs:
         make_graph = new_graph(strategy.root_device)
-        state.graphs = CapturedSteps(trainer, strategy, steps_with, tell=rank_zero_info, make_graph=make_graph)
+        state.graphs = CapturedSteps(trainer, steps_with, log=rank_zero_info, make_graph=make_graph)
     # To overfit on the same batches everywhere is a way to test a model.
     if steps_with.world_size > 1 and state.exchange is not None and not trainer.overfit_batches:  # type: ignore[attr-defined]
         state.first_batches = FirstBatches(state.exchange, warn=rank_zero_warn)
