@@ -10,7 +10,8 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from torch.multiprocessing.spawn import ProcessException
 
-from lightning_bucketddp.wording import printable
+from lightning_bucketddp.wording import from_untrusted, printable
 
 # A failure travels through the store and is read by every rank: enough to find the line.
 _NUM_FRAMES = 8
@@ -77,11 +78,9 @@ class Failure:
     @classmethod
     def from_dict(cls, content: Any) -> Failure | None:
         """Return the failure that `dataclasses.asdict` was given, also after a way through JSON; None if it is none."""
-        try:
-            failure = cls(**{**content, "kind": Kind(content["kind"])})
-        except (TypeError, ValueError, KeyError):
-            return None
-        return failure if all(type(getattr(failure, f.name)).__name__ == f.type for f in fields(cls)) else None
+        with suppress(TypeError, ValueError, KeyError):
+            return from_untrusted(cls, {**content, "kind": Kind(content["kind"])})
+        return None
 
     def is_of(self, error: BaseException) -> bool:
         """Return whether `error` is this failure, rather than what came of it."""

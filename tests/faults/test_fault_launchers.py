@@ -146,19 +146,19 @@ def test_fabric_loop_that_has_caught_what_a_step_raised_ends_with_another_rank(t
 IDLE_RANK = """
 import time
 from lightning.fabric import Fabric
-from lightning_bucketddp.faults import watchdog
+from lightning_bucketddp.faults.side_channel import LocalRanks
 
 def work(fabric):
     if fabric.global_rank == 1:
         print("rank 1 has worked", flush=True)
 
-introduce = watchdog.introduce
+introduce = LocalRanks.introduce
 
-def introduce_late(channel, **who):
-    time.sleep(channel.rank)
-    introduce(channel, **who)
+def introduce_late(ranks, pid):
+    time.sleep(ranks._channel.rank)
+    introduce(ranks, pid)
 
-watchdog.introduce = introduce_late
+LocalRanks.introduce = introduce_late
 Fabric(accelerator="cpu", devices=2, strategy="bucketddp_fork").launch(work)
 """
 

@@ -19,10 +19,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file, claim_file, find_temporary_files
-from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.faults import side_channel
 from lightning_bucketddp.faults.failure import Failure, Kind
-from lightning_bucketddp.faults.side_channel import GuardedStore, LocalRanks, SaverElection, SideChannel
+from lightning_bucketddp.faults.side_channel import SaverElection, SideChannel
 from tests.support.forks import PROCESSES
 from tests.support.ranks import on_ranks
 from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer
@@ -38,13 +37,10 @@ class Ranks:
 
     def __init__(self, directory: Path, *, name: str = "run") -> None:
         store = HashStore()
-        self._channels = [SideChannel(store, name=name, rank=rank, world_size=WORLD_SIZE) for rank in range(WORLD_SIZE)]
-        self._stores = [
-            GuardedStore(channel, LocalRanks(channel, exit_status_of=lambda _: None), Connections(), store_rank=0)
-            for channel in self._channels
-        ]
+        of_all: dict[str, Any] = {"name": name, "world_size": WORLD_SIZE, "store_rank": 0}
+        self._channels = [SideChannel(store, rank=rank, **of_all) for rank in range(WORLD_SIZE)]
         claim = partial(claim_file, str(directory))
-        self._elections = [SaverElection(guarded, claim_file=claim) for guarded in self._stores]
+        self._elections = [SaverElection(channel, claim_file=claim) for channel in self._channels]
 
     def close(self) -> None:
         for channel in self._channels:
@@ -52,11 +48,11 @@ class Ranks:
 
     def lose_store(self) -> None:
         """Let no rank reach the store any more."""
-        for guarded in self._stores:
-            guarded.is_lost = True
+        for channel in self._channels:
+            channel.is_lost = True
 
     def look(self) -> None:
-        """As their watchdogs do while the store lives."""
+        """Do as their watchdogs do while the store lives."""
         for election in self._elections:
             election.look()
 
