@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,13 +63,10 @@ def uses_sockets_untuned(settings: Mapping[str, str], root: Path = _ROOT) -> boo
     if any(name in settings for name in SETTINGS) or plugin not in ("", "none") or network not in ("", "socket"):
         return False
     may_use_infiniband = network == "" and settings.get("NCCL_IB_DISABLE", "") in ("", "0")
-    if may_use_infiniband and _entries(root / "sys/class/infiniband"):
+    if may_use_infiniband and any(root.glob("sys/class/infiniband/*")):
         return False
-    for interface in _entries(root / "sys/class/net"):
-        with suppress(OSError):  # one that is not hardware
-            if (interface / "device" / "vendor").read_text().strip() in _VENDORS_KNOWN_TO_NCCL:
-                return False
-    return True
+    vendors = {path.read_text().strip() for path in root.glob("sys/class/net/*/device/vendor")}
+    return not vendors & _VENDORS_KNOWN_TO_NCCL
 
 
 def nccl_settings(environment: Mapping[str, str], *, root: Path = _ROOT) -> dict[str, str]:
@@ -97,12 +94,6 @@ def host_of(settings: Mapping[str, str], *, root: Path = _ROOT) -> str:
     return settings.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot_id(root=root)}"
 
 
-def _entries(directory: Path) -> list[Path]:
-    with suppress(OSError):
-        return list(directory.iterdir())
-    return []
-
-
 @contextmanager
 def gloo_interface(*, on_one_host: bool) -> Iterator[None]:
     """Choose where gloo listens in groups that are made in the block, if the user has set no interface.
@@ -110,19 +101,19 @@ def gloo_interface(*, on_one_host: bool) -> Iterator[None]:
     On one host that is a loopback address: gloo itself would take that of the host's name. Between hosts it is the
     interface that leads to `MASTER_ADDR`.
     """
-    main_address = os.environ.get("MASTER_ADDR")
-    interface = None
-    if on_one_host:
+    if _INTERFACE in os.environ:
+        interface = None
+    elif on_one_host:
         interface = _interface_with("127.0.0.1")
-    elif main_address and _INTERFACE not in os.environ:
-        interface = interface_towards(main_address)
+    else:
+        interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
     with variables_by_default({} if interface is None else {_INTERFACE: interface}):
         yield
 
 
 def interface_towards(address: str) -> str | None:
     """Return the interface through which packets leave for `address`; None if it is this host, or not known."""
-    with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((_resolve(address), _ANY_PORT))  # sends nothing
         own_address = s.getsockname()[0]
         return None if own_address.startswith("127.") else _interface_with(own_address)
@@ -210,28 +201,29 @@ class Connections:
 
 def cut_connections(*, except_port: int | None) -> None:
     """Shut down the connections that this process has accepted, but at `except_port` (Note: cutting the lines)."""
-    with ExitStack() as opened:
-        sockets = [opened.enter_context(s) for s in _tcp_sockets()]
-        ports = {s.getsockname()[1] for s in sockets if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
-        ports.discard(except_port)
-        for s in sockets:
-            if s.getsockname()[1] in ports and _is_connected(s):
-                with suppress(OSError):  # the other end may be gone already
-                    s.shutdown(socket.SHUT_RDWR)
+    listening = (s for s in _tcp_sockets() if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    ports = {s.getsockname()[1] for s in listening} - {except_port}
+    for s in _tcp_sockets():
+        if s.getsockname()[1] in ports:
+            _shut_down(s)
 
 
 def connection_ids() -> set[int]:
-    """Return what tells the TCP sockets of this process apart."""
-    with ExitStack() as opened:
-        return {os.fstat(opened.enter_context(s).fileno()).st_ino for s in _tcp_sockets()}
+    """Return the ids of the TCP sockets of this process."""
+    return {os.fstat(s.fileno()).st_ino for s in _tcp_sockets()}
 
 
 def cut_all_connections(*, but: Collection[int]) -> None:
-    """Shut down the connections of this process without those that have their id in `but`."""
+    """Shut down the connections of this process, except for those that have their id in `but`."""
     for s in _tcp_sockets():
-        with s, suppress(OSError):
-            if _is_connected(s) and os.fstat(s.fileno()).st_ino not in but:
-                s.shutdown(socket.SHUT_RDWR)
+        if os.fstat(s.fileno()).st_ino not in but:
+            _shut_down(s)
+
+
+def _shut_down(s: socket.socket) -> None:
+    with suppress(OSError):  # it is not connected, and may listen; or the other end is gone
+        s.getpeername()
+        s.shutdown(socket.SHUT_RDWR)
 
 
 def _unanswered_s(s: socket.socket) -> float:
@@ -242,10 +234,10 @@ def _unanswered_s(s: socket.socket) -> float:
 
 
 def _connections_to_other_hosts() -> Iterator[socket.socket]:
-    """Yield each TCP connection of this process that leaves its host, under a new descriptor, which is closed."""
+    """Yield each TCP connection of this process that leaves its host; see `_tcp_sockets`."""
     for s in _tcp_sockets():
-        with s:
-            if _is_connected(s) and _address(s.getpeername()) != _address(s.getsockname()):
+        with suppress(OSError):  # it is not connected
+            if _address(s.getpeername()) != _address(s.getsockname()):
                 yield s
 
 
@@ -255,20 +247,10 @@ def _address(end: tuple[str | int, ...]) -> str:
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
-    """Yield each TCP socket of this process under a new descriptor, which the caller closes."""
+    """Yield each TCP socket of this process under a new descriptor, which is closed before the next one."""
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
         with suppress(OSError):  # closed meanwhile
             if os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
-                s = socket.socket(fileno=os.dup(int(name)))
-                if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
-                    yield s
-                else:
-                    s.close()
-
-
-def _is_connected(s: socket.socket) -> bool:
-    try:
-        s.getpeername()
-    except OSError:
-        return False
-    return True
+                with socket.socket(fileno=os.dup(int(name))) as s:
+                    if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
+                        yield s

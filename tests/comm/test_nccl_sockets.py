@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.comm.connections import SETTINGS, host_of, more_sockets, nccl_settings, uses_sockets_untuned
 from lightning_bucketddp.comm.process_group import access_store
-from lightning_bucketddp.startup.store import part_of
 from lightning_bucketddp.wording import wrap
 from tests.support.cases import for_each
 from tests.support.doomed_ranks import TIMEOUT_S, doomed_ranks
@@ -32,7 +32,7 @@ def decide(*, case: str, variables: list[dict[str, str]], roots: list[Path]) -> 
     """What `variables[rank]` become for a while on a machine that looks like `roots[rank]`, and what is reported."""
     rank = dist.get_rank()
     with patch.dict(os.environ, variables[rank]):
-        store = part_of(access_store().store, f"sockets of {case}")
+        store = PrefixStore(f"sockets of {case}", access_store().store)
         before = nccl_variables()
         with more_sockets(store, rank=rank, world_size=dist.get_world_size(), root=roots[rank]) as num_hosts:
             dist.barrier()  # the store is read by all

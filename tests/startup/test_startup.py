@@ -21,14 +21,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.ports import own_port
 from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.config import Timeouts
 from lightning_bucketddp.startup import store
 from lightning_bucketddp.startup.rendezvous import RankInfo, Rendezvous, RendezvousRound
-from lightning_bucketddp.startup.store import ChildProcesses, Deadline, StartError, StoreAddress, part_of
+from lightning_bucketddp.startup.store import ChildProcesses, Deadline, StartError, StoreAddress
 from tests.support import warm
 from tests.support.cases import for_each
 from tests.support.hosts import two_hosts
@@ -168,8 +168,8 @@ def test_what_an_earlier_start_has_left_does_not_count(agent: TCPStore) -> None:
     # Neither that it failed, nor that it was not decided.
     outcomes(ranks=[0, 1], start_timeout_s=0.5, **options)
     assert outcomes(ranks=[1, 2], start_timeout_s=0.5, **options)[0].startswith("Rank 1 found at 127.0.0.1:")
-    left_behind = RendezvousRound(part_of(agent, "bucketddp/start"), RankInfo(rank=0, world_size=2))
-    left_behind.post(part_of(agent, "bucketddp/start"))
+    left_behind = RendezvousRound(PrefixStore("bucketddp/start", agent), RankInfo(rank=0, world_size=2))
+    left_behind.post(PrefixStore("bucketddp/start", agent))
     left_behind.join(RankInfo(rank=1, world_size=2))
     assert outcomes(**{**options, "ranks": [0, 1], "world_sizes": [2, 2], "late_s": [1, 0]}) == [ALL_THERE] * 2
 
