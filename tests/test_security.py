@@ -35,7 +35,7 @@ from lightning_bucketddp.faults.failure import Failure, Kind
 from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
-from lightning_bucketddp.processes import pid_namespace
+from lightning_bucketddp.processes import pid_scope
 from lightning_bucketddp.recording.schema import path_of
 from lightning_bucketddp.strategies.launchers import SavedPredictions
 from lightning_bucketddp.wording import printable
@@ -46,7 +46,7 @@ from tests.support.scripts.faults import write
 from tests.support.scripts.trainers import make_trainer
 
 # What processes of this host introduce themselves with.
-PLACE = f"{socket.gethostname()}/{pid_namespace()}"
+PLACE = f"{socket.gethostname()}/{pid_scope()}"
 # What nobody of a run writes, each for another part of what reads it.
 HOSTILE = [
     "nonsense",

@@ -3,8 +3,8 @@
 Note: cutting the lines
     A rank that waits in a collective of gloo for another that has left waits until the time-out, or until the
     connection ends. One end of each connection between two ranks was accepted by a port on which that rank listens. So
-    when each rank shuts down what was accepted by its own ports, the store's excepted, every connection is cut, whoever
-    made it. Where the other end is on a host that is lost, this end is shut down, whichever it is.
+    when each rank shuts down the connections that its own ports have accepted, except the store's, every connection is
+    cut. If the other end is on a lost host, this end is shut down, whichever it is.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _resolve = functools.cache(socket.gethostbyname)
 
 @contextmanager
 def more_sockets(store: Store, *, rank: int, world_size: int, root: Path = _ROOT) -> Iterator[int]:
-    """Set NCCL's variables in the block, on all ranks of `store` or on none; yield on how many hosts.
+    """Set NCCL's variables in the block, on all ranks of `store` or on none; yield the number of hosts, or 0.
 
-    NCCL reads them when it makes its first connection between hosts, and never again in that process: if there are any
-    hosts, a collective must connect the group in the block. What the ranks start later does not inherit them.
+    NCCL reads them when it makes its first connection between hosts, and never again in that process: if the number is
+    not 0, a collective must connect the group in the block. Processes that ranks start later do not inherit them.
     """
     settings = nccl_settings(os.environ, root=root)
     store.set(f"{_KEY}/{rank}", json.dumps([host_of(settings, root=root), uses_sockets_untuned(settings, root)]))
@@ -58,7 +58,7 @@ def more_sockets(store: Store, *, rank: int, world_size: int, root: Path = _ROOT
 
 
 def uses_sockets_untuned(settings: Mapping[str, str], root: Path = _ROOT) -> bool:
-    """Return whether NCCL sends to other hosts through sockets, and neither the user nor NCCL has said how many."""
+    """Return whether NCCL sends to other hosts through sockets, and neither the user nor NCCL chooses their number."""
     network, plugin = (settings.get(name, "").lower() for name in ("NCCL_NET", "NCCL_NET_PLUGIN"))
     if any(name in settings for name in SETTINGS) or plugin not in ("", "none") or network not in ("", "socket"):
         return False
@@ -83,7 +83,7 @@ def nccl_settings(environment: Mapping[str, str], *, root: Path = _ROOT) -> dict
     for file in files:
         with suppress(OSError):
             lines = (root / file.relative_to("/")).read_text(errors="replace").splitlines()
-            # A name that begins with "#" is a comment to NCCL, and to us one that nobody asks for.
+            # A line that begins with "#" is a comment to NCCL; here it sets a name that is never read.
             pairs = [line.split("=", 1) for line in lines if "=" in line]
             found |= {name.strip(): value.strip() for name, value in pairs}
     return found | {name: value for name, value in environment.items() if name.startswith("NCCL_")}
@@ -148,9 +148,9 @@ _ESTABLISHED = 1
 class Connections:
     """The connections of this process to other hosts, and which of these no longer answer.
 
-    The kernel of a host that is lost acknowledges no more, while that of a process that is stopped still does. Ours
-    tells how long ago that was; of an idle connection, if it sends keep-alive probes, which `look` turns on.
-    `store_port` is where the store of the process group listens; None if it is not on a network.
+    The kernel of a lost host acknowledges nothing any more, while that of a stopped process still does. This host's
+    kernel reports how long ago the last acknowledgement came, also for idle connections if they send keep-alive probes,
+    which `look` turns on. `store_port` is where the store of the process group listens; None if it is not on a network.
     """
 
     def __init__(self, store_port: int | None = None) -> None:

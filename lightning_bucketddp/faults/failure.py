@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 from lightning_bucketddp.wording import from_untrusted, printable
 
-# A failure travels through the store and is read by every rank: enough to find the line.
+# Of frameworks. A failure is sent through the store and read by every rank, so it is short.
 _NUM_FRAMES = 8
 _NUM_CHARACTERS = 2000
 _MOST_CHARACTERS_SHOWN = 20_000
@@ -32,13 +32,9 @@ _FRAME = re.compile(r'  File "(.*)", line \d+.*\n(?:    .*\n)*')
 
 
 class RankFailedError(RuntimeError):
-    """Another rank has failed, and training needs all of them.
+    """Another rank has failed, and training needs all of them."""
 
-    Attributes:
-        stack: where that rank has raised, which it shows itself; "" if it was not by an exception.
-    """
-
-    stack = ""
+    stack = ""  # where that rank has raised, which it shows itself; "" if it was not by an exception
 
 
 class Kind(str, Enum):
@@ -53,7 +49,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first failure of a run, as every rank learns it."""
+    """The first failure of a run, which every rank learns."""
 
     rank: int
     kind: Kind
@@ -83,7 +79,7 @@ class Failure:
         return None
 
     def is_of(self, error: BaseException) -> bool:
-        """Return whether `error` is this failure, rather than what came of it."""
+        """Return whether `error` is this failure, rather than a consequence of it."""
         return self.what == _in_words(error)
 
     def describe(self, *, with_stack: bool = True) -> str:
@@ -109,7 +105,7 @@ class Failure:
         return self.describe(with_stack=False)
 
     def error_for(self, rank: int) -> RankFailedError:
-        """Return the error for `rank` to raise, which has not failed by an exception of its own."""
+        """Return the error for `rank`, which has not failed by an exception of its own."""
         why = "another rank failed first" if rank != self.rank else "the others no longer wait for it"
         has_raised = self.kind is Kind.RAISED
         about = self.describe(with_stack=not has_raised)
@@ -143,7 +139,7 @@ class ShortTracebacks:
 
 
 def show_error(show: Callable[..., Any], error: BaseException) -> None:
-    """Have `show`, a `sys.excepthook`, show an error at the end of a program."""
+    """Show an error at the end of a program by `show`, a `sys.excepthook`."""
     one: BaseException | None = error
     while one is not None:
         one.__traceback__ = None if isinstance(one, RankFailedError) else _without_frameworks(one)
@@ -156,7 +152,7 @@ def _without_frameworks(error: BaseException) -> TracebackType | None:
     while link is not None:
         links.append(link)
         link = link.tb_next
-    # What another process has raised did not come about where this one has waited for it.
+    # Of what another process has raised, frames of this one would not help.
     says_all = isinstance(error, ProcessException) or getattr(error, "says_all", False)
     most_of_frameworks = 0 if says_all else _NUM_FRAMES
     kept: TracebackType | None = None

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _BEAT_EVERY_S = 1.0
 # In intervals between two heartbeats: a rank that lives has sent another one by then.
 _SILENCE = 2.5
-# The ranks are listened to for the first time so long before the time-out that their silence shows by then.
+# Ranks listen for the first time so long before the time-out that silence shows by then.
 _LISTEN_BEFORE_S = 1.5
 # How many ranks listen to all others before a time-out, for all that wait.
 _NUM_LISTENERS = 4
@@ -112,13 +112,18 @@ class HeartbeatMonitor:
     def find_failure(self) -> Failure | None:
         """Warn of stragglers that this rank waits for; return the failure of one that it shall not wait for."""
         self.update_wait()
-        if self.wait.phase != -1:
-            if time.monotonic() - self.wait.since > self.warn_after_s and not self.wait.has_warned:
+        now, wait = time.monotonic(), self.wait
+        if wait.phase != -1:
+            if now - wait.since > self.warn_after_s and not wait.has_warned:
                 self._warn()
-            if self.nears_timeout():
-                self.anticipate_timeout()
-            if self.checks_for_stall:
-                stalled = self.find_stalled()
+            is_near_timeout = now - wait.since > self.timeout_s - self._silence_s - _LISTEN_BEFORE_S
+            if is_near_timeout and wait.heard is None and wait.listens:
+                # So that it is known at the time-out who has fallen silent.
+                wait.listens = self.channel.is_among_first(_NUM_LISTENERS, f"listen in {self.progress.describe()}")
+                if wait.listens and (beats := self._listen()):
+                    wait.heard = beats, time.monotonic()
+            if now > wait.next_check:
+                stalled = self._find_stalled()
                 if not self.channel.can_ask:
                     stalled = next(iter(self._stopped()), None)
                 if stalled is not None:
@@ -133,37 +138,19 @@ class HeartbeatMonitor:
             now = time.monotonic()
             self.wait = Wait(phase, now, now + self.stall_timeout_s)
 
-    def nears_timeout(self) -> bool:
-        """Return whether it is time to `anticipate_timeout`."""
-        waited_s = time.monotonic() - self.wait.since
-        is_near = waited_s > self.timeout_s - self._silence_s - _LISTEN_BEFORE_S
-        return self.wait.phase != -1 and is_near and self.wait.heard is None and self.wait.listens
-
-    def anticipate_timeout(self) -> None:
-        """Listen to the others shortly before the time-out, so that it is known then who has fallen silent."""
-        self.wait.listens = self.channel.is_among_first(_NUM_LISTENERS, f"listen in {self.progress.describe()}")
-        if self.wait.listens and (beats := self._listen()):
-            self.wait.heard = beats, time.monotonic()
-
-    @property
-    def checks_for_stall(self) -> bool:
-        """Return whether it is time to `find_stalled`."""
-        return self.wait.phase != -1 and time.monotonic() > self.wait.next_check
-
-    def find_stalled(self) -> Failure | None:
+    def _find_stalled(self) -> Failure | None:
         """Return a rank that has stood still for `stall_timeout_s`, as long as this one has waited; None: none has.
 
         A rank that goes from phase to phase does not stand still, nor one that waits, too.
         """
         now = time.monotonic()
         counts = self.wait.last_counts
-        what = f"stall in {self.progress.describe()}"
-        if not counts and not self.channel.is_among_first(_NUM_LISTENERS, what):
+        if not counts and not self.channel.is_among_first(_NUM_LISTENERS, f"stall in {self.progress.describe()}"):
             self.wait.next_check = math.inf
             return None
         self.wait.next_check = now + self._beat_every_s
         for rank, beat in self._listen().items():
-            if counts.get(rank, (0, now))[0] != beat.count:
+            if rank not in counts or counts[rank][0] != beat.count:
                 counts[rank] = beat.count, now
             if now - counts[rank][1] > max(self._silence_s, min(self.stall_timeout_s, _STANDS_STILL_S)):
                 return self._silent(rank, beat)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.faults.failure import Failure, Kind, describe_exit
-from lightning_bucketddp.processes import Worker, pid_namespace, process_state
+from lightning_bucketddp.processes import Worker, pid_scope, process_state
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -242,8 +242,8 @@ class LocalRanks:
     """The processes of the other ranks on this host, which they `introduce` in the side channel."""
 
     def __init__(self, channel: SideChannel) -> None:
-        # A name of this host and PID namespace, in which process numbers mean the same.
-        self.place = f"{socket.gethostname()}/{pid_namespace()}"
+        # The host, and where process numbers mean the same.
+        self.place = f"{socket.gethostname()}/{pid_scope()}"
         self.are_known = False
         self.processes: dict[int, LocalProcess] = {}  # by rank
         self._channel = channel
@@ -267,14 +267,10 @@ class LocalRanks:
                     found[rank] = LocalProcess(pid, os.pidfd_open(pid))
         self.processes, self.are_known = found, True
 
-    def find_death(
-        self, *, exit_status_of: Callable[[int], int | None], has_left: Callable[[int, int | None], bool]
-    ) -> Failure | None:
+    def find_death(self, *, exit_status_of: Callable[[int], int | None]) -> Failure | None:
         """Return the death of a rank on this host in the middle of the run.
 
-        Args:
-            exit_status_of: returns how the process of a rank ended, if this process has started it.
-            has_left: returns, for a rank and its exit status, whether the run was over for it.
+        `exit_status_of` returns how the process of a rank ended, if this process has started it.
         """
         for rank, process in self.processes.items():
             if not process.has_ended:
@@ -282,7 +278,8 @@ class LocalRanks:
             ended_at = self._ended_at.setdefault(rank, time.monotonic())
             status = process.exit_status
             status = exit_status_of(rank) if status is None else status
-            if has_left(rank, status):
+            has_left = self._channel.get(f"left/{rank}", int) is not None
+            if has_left or (status == 0 and not self._channel.can_ask):
                 continue
             if status is not None or time.monotonic() - ended_at > _STATUS_WITHIN_S:
                 where = f"process {process.pid} on {socket.gethostname()}"

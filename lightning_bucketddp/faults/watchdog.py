@@ -53,7 +53,7 @@ class WatchdogActions:
     signals_received: Callable[[], Sequence[int]]
     exit_status_of: Callable[[int], int | None]  # how the process of a rank ended, if this process has started it
     launcher_pid: int | None  # the process that has started the ranks and is none itself; they stop if it is gone
-    claim_file: Callable[[str], bool]  # whether this process is the first to make a file for the run of this name
+    claim_file: Callable[[str], bool]  # returns whether this process is the first to make a file for this run
 
 
 class Watchdog:
@@ -171,7 +171,7 @@ class Watchdog:
             # To find out who is lost, the others are listened to for a while.
             self._settled.wait(_SETTLED_WITHIN_S * (2 if own.kind is Kind.LOST else 1))
         if self.failure is None:
-            # The store does not answer. At least this rank waits for nobody.
+            # The store does not answer. At least this rank no longer waits.
             self._learn(replace(own, kind=Kind.RAISED) if own.kind is Kind.LOST else own)
             self._abort()
         assert self.failure is not None
@@ -248,16 +248,9 @@ class Watchdog:
             failure, self._to_report = self._to_report, None
             self._report(failure)
         if self.failure is None:
-            death = self._channel.local_ranks.find_death(
-                exit_status_of=self._actions.exit_status_of, has_left=self._has_left
-            )
+            death = self._channel.local_ranks.find_death(exit_status_of=self._actions.exit_status_of)
             if death is not None:
                 self._report(death)
-
-    def _has_left(self, rank: int, status: int | None) -> bool:
-        """Return whether the run was over for a rank that has ended; without the store, by its exit status."""
-        has_left = self._channel.get(f"left/{rank}", int) is not None
-        return has_left or (not self._channel.can_ask and status == 0)
 
     def _report(self, failure: Failure) -> None:
         """Report a failure that this rank has found to the others, unless it can be blamed on another rank."""
@@ -285,7 +278,7 @@ class Watchdog:
         if self._decision is None and (
             self.failure.kind in (Kind.DIED, Kind.STALLED, Kind.LOST) or now - self._failed_at > _TOGETHER_WITHIN_S
         ):
-            self._decide_to_abort()
+            self._decision = self._channel.first("decision", _ABORT) or _ABORT
         if self._callbacks_shall_not_wait and self._progress.is_waiting:
             self._decision = _ABORT  # callbacks wait for a rank that does not come
         if self._decision == _ABORT:
@@ -294,24 +287,17 @@ class Watchdog:
             self._settled.set()
         self._shutdown.press(self.failure)
 
-    def _decide_to_abort(self) -> None:
-        self._decision = self._channel.first("decision", _ABORT) or _ABORT
-
     def _stop_if_asked(self, now: float) -> None:
         if not self.stop_signal:
             return
         self._stop_at = self._stop_at or now
         is_time = now - self._stop_at > _STOP_WITHIN_S and self._progress.may_be_interrupted
         if (is_time or self._shall_not_wait) and not self.is_ending:
-            stop = Failure(
-                rank=self._channel.rank,
-                kind=Kind.STOPPED,
-                what="no step ended in time",
-                where=self._progress.describe(),
-                signal=self.stop_signal,
-            )
+            what, where = "no step ended in time", self._progress.describe()
+            rank, number = self._channel.rank, self.stop_signal
+            stop = Failure(rank=rank, kind=Kind.STOPPED, what=what, where=where, signal=number)
             self._learn(self._channel.report(stop))
-            self._decide_to_abort()
+            self._decision = self._channel.first("decision", _ABORT) or _ABORT
 
     def _abort(self) -> None:
         assert self.failure is not None

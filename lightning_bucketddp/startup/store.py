@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 LAUNCHER_PID = "BUCKETDDP_LAUNCHER_PID"
 POLL_S = 0.05
-# Ranks that are started together come together: who has not waited long asks again soon.
+# Ranks that are started together come together: a rank that has not waited long asks again soon.
 _POLL_PER_S_WAITED = 0.1
 # Thousands of ranks ask less often, so that together they ask no more than the store can answer.
 _POLL_PER_RANK_S = 0.0005
@@ -47,7 +47,7 @@ class StartError(RuntimeError):
 
 
 class Deadline:
-    """How long a rank waits for others: when to look again, when to report, and when to give up."""
+    """How long a rank waits for others: when to check again, when to report, and when to give up."""
 
     def __init__(self, timeout_s: float, *, world_size: int) -> None:
         self.timeout_s = timeout_s
@@ -65,7 +65,7 @@ class Deadline:
         return self.waited_s > self.timeout_s
 
     def pause(self) -> None:
-        """Sleep until it is time to look again."""
+        """Sleep until it is time to check again."""
         time.sleep(max(self._shortest_poll_s, min(_POLL_PER_S_WAITED * self.waited_s, POLL_S)))
 
     def report(self, awaited: Callable[[], str]) -> None:
@@ -191,7 +191,7 @@ def explain_port_in_use(port: int) -> str:
 
 
 class ChildProcesses:
-    """The processes of one launcher of ours; none where something else launches."""
+    """The processes that a launcher of the strategy has started; none if another program launches."""
 
     def __init__(self, launcher: Any, *, rank: int, local_rank: int) -> None:
         self._launcher = launcher
@@ -200,18 +200,16 @@ class ChildProcesses:
         if is_launched_by_torchrun():
             self._launcher_pid = os.getppid()  # torchrun's agent, which holds the store
 
-    @property
-    def _processes(self) -> Sequence[subprocess.Popen[bytes]]:
-        return getattr(self._launcher, "children", ())
-
     def find_failure(self, *, of_children: bool = True) -> str | None:
         """Return in words which process has ended that the start needs; None if none has."""
-        for rank, process in enumerate(self._processes if of_children else (), start=self._rank + 1):
+        children = getattr(self._launcher, "children", ()) if of_children else ()
+        for rank, process in enumerate(children, start=self._rank + 1):
             if process.poll() is not None:
                 return describe_end(rank, process, when=" before all ranks had joined")
-        pid = self._launcher_pid
-        if pid and not is_running(pid):
-            return f"Rank {self._rank} has lost the process that launched it ({pid}): that one has ended."
+        if self._launcher_pid and not is_running(self._launcher_pid):
+            return (
+                f"Rank {self._rank} has lost the process that launched it ({self._launcher_pid}): that one has ended."
+            )
         return None
 
     @contextmanager
@@ -221,7 +219,7 @@ class ChildProcesses:
             yield
         except BaseException:
             until = time.monotonic() + _GRACE_S
-            for process in self._processes:
+            for process in getattr(self._launcher, "children", ()):
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=max(until - time.monotonic(), 0))
                 process.kill()  # does nothing if it has ended

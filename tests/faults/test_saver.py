@@ -146,8 +146,8 @@ def test_one_process_makes_the_file_and_a_later_save_removes_it(tmp_path: Path) 
 
 @on_ranks()
 @like_torchrun()
-def test_what_is_not_saved_is_told_with_the_last_checkpoint_that_is(tmp_path: Path) -> None:
-    """What is there after three saves and a step that was torn, and what was said of it; again when one is removed."""
+def test_the_log_names_the_last_checkpoint_when_one_is_not_saved(tmp_path: Path) -> None:
+    """Save after a partial step, with three checkpoints before it; then again without the newest of them."""
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
     options: dict[str, Any] = {"max_steps": 3, "limit_val_batches": 0, "enable_checkpointing": True}
     trainer = make_trainer("bucketddp", callbacks=checkpoints, **options)
@@ -155,14 +155,14 @@ def test_what_is_not_saved_is_told_with_the_last_checkpoint_that_is(tmp_path: Pa
     assert isinstance(trainer.strategy, BucketDDPStrategy)
     trainer.strategy.has_partial_step = True
     there = []
-    with lines_logged("lightning_bucketddp") as told:
+    with lines_logged("lightning_bucketddp") as lines:
         for _ in range(2):
-            trainer.save_checkpoint(tmp_path / "torn.ckpt")
+            trainer.save_checkpoint(tmp_path / "partial.ckpt")
             there.append(max(path.name for path in tmp_path.glob("*.ckpt")))
             dist.barrier()
             (tmp_path / there[-1]).unlink(missing_ok=True)
             dist.barrier()
     assert there == ["epoch=0-step=3.ckpt", "epoch=0-step=2.ckpt"]
-    assert [line.partition("Resume from ")[2] for line in told] == [
+    assert [line.partition("Resume from ")[2] for line in lines] == [
         f"`{tmp_path / name}`, the last that was saved." for name in there
     ]
