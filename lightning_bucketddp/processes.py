@@ -152,7 +152,7 @@ class Worker:
 
     def __init__(self, name: str, *, stops_at_error: bool = True) -> None:
         self._given: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        # Not a method, which would keep this object: garbage collection ends a worker that nobody has closed.
+        # Not a method, which would keep this object alive: garbage collection ends a worker that was not closed.
         self._thread = WorkerThread(target=_work, args=(self._given, stops_at_error), name=name, daemon=True)
         self._thread.start()
         self._last: Future[Any] | None = None

@@ -32,7 +32,7 @@ _KEY = "bucketddp/sockets"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9
-# Of the file system that tells about networks and NCCL's settings.
+# Of the file system that has the networks and NCCL's settings.
 _ROOT = Path("/")
 # Names may get lost during a run.
 _resolve = functools.cache(socket.gethostbyname)
@@ -47,14 +47,11 @@ def more_sockets(store: Store, *, rank: int, world_size: int, root: Path = _ROOT
     """
     settings = nccl_settings(os.environ, root=root)
     store.set(f"{_KEY}/{rank}", json.dumps([host_of(settings, root=root), uses_sockets_untuned(settings, root)]))
-    if rank == 0:
-        answers = [json.loads(answer) for answer in store.multi_get([f"{_KEY}/{r}" for r in range(world_size)])]
-        hosts = {host for host, _ in answers}
-        is_wanted = len(hosts) > 1 and all(is_untuned for _, is_untuned in answers)
-        store.set(_KEY, json.dumps(len(hosts) if is_wanted else 0))
-    num_hosts = int(json.loads(store.get(_KEY)))
-    with variables_by_default(SETTINGS if num_hosts > 0 else {}):
-        yield num_hosts
+    answers = [json.loads(answer) for answer in store.multi_get([f"{_KEY}/{r}" for r in range(world_size)])]
+    num_hosts = len({host for host, _ in answers})
+    is_wanted = num_hosts > 1 and all(is_untuned for _, is_untuned in answers)
+    with variables_by_default(SETTINGS if is_wanted else {}):
+        yield num_hosts if is_wanted else 0
 
 
 def uses_sockets_untuned(settings: Mapping[str, str], root: Path = _ROOT) -> bool:
@@ -78,7 +75,7 @@ def nccl_settings(environment: Mapping[str, str], *, root: Path = _ROOT) -> dict
         files.append(Path(named).absolute())
     else:
         with suppress(KeyError):  # a user without a name, as in some containers
-            files.append(Path(pwd.getpwuid(os.getuid()).pw_dir) / ".nccl.conf")  # whatever `HOME` says
+            files.append(Path(pwd.getpwuid(os.getuid()).pw_dir) / ".nccl.conf")  # not `HOME`
     found: dict[str, str] = {}
     for file in files:
         with suppress(OSError):
@@ -90,7 +87,7 @@ def nccl_settings(environment: Mapping[str, str], *, root: Path = _ROOT) -> dict
 
 
 def host_of(settings: Mapping[str, str], *, root: Path = _ROOT) -> str:
-    """Return a name that is equal for ranks on one host, as NCCL sees it."""
+    """Return a name that is equal for ranks on one host, by NCCL's rules."""
     return settings.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot_id(root=root)}"
 
 
@@ -138,7 +135,7 @@ SILENT_AFTER_S = 15.0
 _PROBE_AFTER_S, _PROBE_EVERY_S = 4, 1
 # The kernel itself shall not end connections, some of which are the user's.
 _MOST_PROBES = 127
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 _DESCRIPTORS = "/proc/self/fd"
 # Of `struct tcp_info`: its state in the first byte, and the milliseconds since the last acknowledgement.
 _STATE_AND_LAST_ACK = struct.Struct("B55xI")
@@ -150,7 +147,7 @@ class Connections:
 
     The kernel of a lost host acknowledges nothing any more, while that of a stopped process still does. This host's
     kernel reports how long ago the last acknowledgement came, also for idle connections if they send keep-alive probes,
-    which `look` turns on. `store_port` is where the store of the process group listens; None if it is not on a network.
+    which `check` turns on. `store_port` is the port of the process group's store; None if it is not on a network.
     """
 
     def __init__(self, store_port: int | None = None) -> None:
@@ -158,18 +155,18 @@ class Connections:
         self.addresses = sorted({_address(own) for own, _ in ends})  # of this host
         # The address of the host of the store; None if it is this one.
         self.store_host = next((_address(peer) for _, peer in ends if peer[1] == store_port), None)
-        self.silent_hosts: frozenset[str] = frozenset()  # those that no longer answer, as of the last look
+        self.silent_hosts: frozenset[str] = frozenset()  # those that no longer answer, as of the last `check`
         self._store_port = store_port
         self._suspects: set[str] = set()
         self._kept_alive_since: dict[int, float] = {}
-        self._looked_at = -_LOOK_EVERY_S
+        self._checked_at = -_CHECK_EVERY_S
 
-    def look(self, *, every_s: float = _LOOK_EVERY_S) -> None:
+    def check(self, *, every_s: float = _CHECK_EVERY_S) -> None:
         """Find hosts that no longer answer, unless that was done a moment ago."""
         now = time.monotonic()
-        if now - self._looked_at < every_s:
+        if now - self._checked_at < every_s:
             return
-        self._looked_at = now
+        self._checked_at = now
         since: dict[int, float] = {}
         silent: set[str] = set()
         for s in _connections_to_other_hosts():
@@ -185,7 +182,7 @@ class Connections:
                 if min(now - since[inode], _unanswered_s(s)) > SILENT_AFTER_S:
                     silent.add(_address(s.getpeername()))
         self._kept_alive_since = since
-        # Seen twice: this host itself may have been paused, and its probes be on their way.
+        # Only the second time: this host itself may have been paused, with its probes on their way.
         self.silent_hosts = frozenset(silent & self._suspects)
         self._suspects = silent
 
@@ -242,7 +239,7 @@ def _connections_to_other_hosts() -> Iterator[socket.socket]:
 
 
 def _address(end: tuple[str | int, ...]) -> str:
-    """Return the address of one end of a connection; sockets for both kinds of addresses have a long form of v4's."""
+    """Return the address of one end of a connection; dual-stack sockets have a long form of IPv4 addresses."""
     return str(end[0]).removeprefix("::ffff:")
 
 

@@ -29,8 +29,8 @@ class StoreAccess:
     store: Any
     host: str | None  # None if it is not on a network
     port: int | None
-    # Of the process group, and of no other that a store has seen: torchrun's is there from one restart to the next, and
-    # agents on several hosts count restarts differently.
+    # Unique among all process groups of a store: torchrun's store outlives restarts, and agents on several hosts count
+    # restarts differently.
     name: str
     is_held_by_rank_zero: bool  # otherwise by torchrun's agent
 

@@ -2,7 +2,7 @@
 
 Losses are multiplied by the weights of their micro-batches before backward, the reduction takes the plain mean over the
 ranks, and all ranks exchange the sums of their weights while backward runs: one factor per step makes that mean the
-weighted one, over all ranks and micro-batches. It is exactly 1 when nobody weighs or skips. It is for the gradients of
+weighted one, over all ranks and micro-batches. It is exactly 1 if no rank weighs or skips. It is for the gradients of
 this step alone: what an earlier backward has made final (two losses, one after the other) is put aside meanwhile.
 
 Note: one set of trainable parameters
@@ -54,7 +54,7 @@ class StepMessage(NamedTuple):
     full_weight: float = 0.0  # how much its gradients would count if no step had been skipped
     num_skipped: int = 0  # steps
     stop_signal: int = 0  # the signal that it has received, by which all shall stop; 0: none
-    wants_requeue: bool = False  # it has been told to save and to have the job queued again
+    wants_requeue: bool = False  # it shall save, and have the job queued again
     is_alert: bool = False  # something has gone wrong there, which all ranks have to know before their next step
     trainable: int = 0  # identifies its set of trainable parameters
     digest: int = 0  # of its weights and optimizer state, in the step in which they are compared; else 0

@@ -93,7 +93,7 @@ class Failure:
             Kind.STOPPED: f"{who} was told to stop{where} by {signal_name(self.signal)}.",
             Kind.LOST: f"{who} can no longer be reached{where}: {self.what}.",
         }[self.kind]
-        # It may have come through the store, to which anyone can write who reaches it.
+        # It may be untrusted input, from the store.
         return printable((sentence + (self._titled_stack if with_stack else ""))[:_MOST_CHARACTERS_SHOWN])
 
     @property

@@ -29,7 +29,7 @@ _NUM_NAMED = 4
 _STANDS_STILL_S = 10.0
 # The end of a collective may reach one rank so much later than another.
 _ELSEWHERE_S = 4.0
-# Those that listen to all ranks have listened, and reported whom they blame, within this after a time-out.
+# Ranks that listen to all others report which one they blame within this after a time-out.
 _BLAMED_WITHIN_S = 3.0
 _CHECK_EVERY_S = 0.2
 # A rank that has been in one phase for so long checks whether the hosts of the others still answer.
@@ -210,7 +210,7 @@ class HeartbeatMonitor:
         """Return the loss of a rank whose host no longer answers; None: there is none, or this rank does not wait."""
         if self.progress.seconds < _CHECKS_HOSTS_AFTER_S:
             return None
-        self._connections.look(every_s=self.channel.interval(1.0))
+        self._connections.check(every_s=self.channel.interval(1.0))
         hosts = self._connections.silent_hosts - self._foreign_hosts
         if not hosts:
             return None

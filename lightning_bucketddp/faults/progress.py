@@ -41,7 +41,7 @@ _DATA_LOADING = re.compile(r"/torch/utils/data/|/loops/fetchers\.py$")
 _NOT_TO_BE_INTERRUPTED = (OPTIMIZER, SAVING)
 # Within this after an optimizer's step the trainer has counted it.
 _COUNTED_WITHIN_S = 0.3
-# What gloo and NCCL say when another rank is gone, for waits that are not in `waiting_in`.
+# In messages of gloo and NCCL when another rank is gone, for waits that are not in `waiting_in`.
 _BROKEN_CONNECTION = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
 # In a phase that has lasted no longer, the stack is not read.
 _BRIEF_S = 0.5
@@ -207,7 +207,7 @@ class Shutdown:
             self.cut()
 
     def press(self, failure: Failure) -> None:
-        """Make the thread end, with the next means if it has had its time."""
+        """Make the thread end, by stronger means the longer it takes."""
         now = time.monotonic()
         if not self.has_aborted:
             return  # all have raised together, and the program decides what it does then

@@ -180,7 +180,7 @@ class SideChannel:
             return None
         answer = self._worker.submit(timed)
         while not wait([answer], timeout=_CHECK_EVERY_S).done:
-            self.connections.look()
+            self.connections.check()
             if self.is_silent:
                 return None
         try:
@@ -203,7 +203,7 @@ def _parse(raw: bytes | None) -> Any:
 _GET_INFO = 0xC040FF0B
 _INFO_SIZE = 64
 _WITH_EXIT = 1 << 3
-# How a process ended is known to its parent, or to all where the kernel reports it: the others wait for it so long.
+# The others wait so long for a rank that knows how a process ended, such as its parent.
 _STATUS_WITHIN_S = 0.7
 
 
@@ -287,7 +287,7 @@ class LocalRanks:
         return None
 
     def gone(self) -> list[int]:
-        """Return the ranks whose processes have ended or are frozen: they learn nothing any more."""
+        """Return the ranks whose processes have ended or are frozen."""
         return [rank for rank, process in self.processes.items() if process.has_ended or process.is_frozen]
 
     def kill_frozen(self) -> None:
@@ -319,7 +319,7 @@ class SaverElection:
         self._channel = channel
         self._claim_file = claim_file
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check whether a rank is the saver by now."""
         if self.is_own is None and (saver := self._channel.get("saver", int)) is not None:
             self.is_own = saver == self._channel.rank
@@ -332,7 +332,7 @@ class SaverElection:
         deadline = time.monotonic() + _COMES_WITHIN_S
         while self.is_own is None and time.monotonic() < deadline and self._may_lower_rank_come(failure):
             time.sleep(self._channel.interval(_ASKS_FOR_SAVER_EVERY_S))
-            self.look()
+            self.check()
         if self.is_own is None:
             saver = self._channel.first("saver", rank)
             # On the other side of a network that is cut, ranks may find the store gone, and save as well.
@@ -345,5 +345,5 @@ class SaverElection:
         if failure.kind in (Kind.DIED, Kind.LOST):
             lower.discard(failure.rank)
         if not self._channel.can_ask:
-            lower.intersection_update(self._channel.local_ranks.processes)  # of others nobody can hear
+            lower.intersection_update(self._channel.local_ranks.processes)  # the others cannot claim anything
         return bool(lower)

@@ -199,11 +199,11 @@ class StopSignals:
             if self._progress.may_be_interrupted:
                 raise self._progress.end_with()
             return
-        # Asked here: another rank may have passed on the same Ctrl-C before this one has noticed it.
+        # Checked here: another rank may have reported the same Ctrl-C before this one has noticed it.
         if number == signal.SIGINT:
             if self._interrupted_at is not None:
                 if time.monotonic() - self._interrupted_at > SAME_CTRL_C_WITHIN_S:
-                    raise KeyboardInterrupt  # asked twice: at once
+                    raise KeyboardInterrupt  # pressed twice: at once
                 return
             self._interrupted_at = time.monotonic()
         self._watchdog.receive_signal(number)
@@ -218,9 +218,9 @@ class StopSignals:
 
 
 class InterruptSignals:
-    """SIGINT in a program that has the loop itself: Python raises `KeyboardInterrupt`, which is for the user to handle.
+    """Handles SIGINT in a program with a loop of its own: Python raises `KeyboardInterrupt` for the user to handle.
 
-    Unless the main thread is in C++, where it does not come. Then the run is stopped on all ranks.
+    Python cannot raise while the main thread is in C++. Then the run is stopped on all ranks.
     """
 
     def __init__(self, wakeup: SignalWakeup) -> None:

@@ -38,7 +38,7 @@ _STOP_WITHIN_S = 1.5
 # A terminal sends Ctrl-C to all processes, and one that waits for the ranks sends it to them again.
 SAME_CTRL_C_WITHIN_S = 1.0
 _SETTLED_WITHIN_S = 4.0
-# By then all ranks that are well have learned of a failure, also on a busy machine.
+# Healthy ranks learn of a failure within this, also on a busy machine.
 _LEARNED_WITHIN_S = 2.0
 
 
@@ -89,7 +89,7 @@ class Watchdog:
         self._failed_at: float | None = None
         self._stop_at: float | None = None
         self._signalled_at: float | None = None
-        # A signal has come twice: the run, or its callbacks, shall wait for nobody any more.
+        # A signal has come twice: the run, or its callbacks, shall no longer wait for other ranks.
         self._shall_not_wait = False
         self._callbacks_shall_not_wait = False
         self._announcement = threading.Lock()
@@ -108,7 +108,7 @@ class Watchdog:
         """Stop the watchdog: the run is over for this rank, well or not."""
         self._is_over = True
         self._wake.set()
-        # Garbage collection ends a run that nobody has ended, in whatever thread it happens to run.
+        # Garbage collection may end a run, in any thread.
         if threading.current_thread() is not self._thread:
             # It may be waiting for a store that no longer answers; then it ends with the process.
             self._thread.join(timeout=_SETTLED_WITHIN_S)
@@ -213,7 +213,7 @@ class Watchdog:
         for number in self._actions.signals_received():
             now, raised_at = time.monotonic(), self._shutdown.raised_at
             if raised_at is not None:
-                # Not by the signal that ends this rank, which is seen here a moment later.
+                # Not by the signal that ends this rank, which is noticed here a moment later.
                 self._callbacks_shall_not_wait |= now - raised_at > SAME_CTRL_C_WITHIN_S
             elif self.failure is None:  # otherwise the signal is ours (`interrupt`)
                 self._signalled_at = self._signalled_at or now
@@ -231,7 +231,7 @@ class Watchdog:
             self._learn(failure_of_another)
         if self.failure is not None:
             self._decision = self._decision or channel.get("decision", str)
-            self._saver.look()
+            self._saver.check()
             if not self._has_acknowledged and (self._decision == _TOGETHER or self._saver.is_own is not None):
                 channel.set(f"knows/{channel.rank}", 1)
                 self._has_acknowledged = True

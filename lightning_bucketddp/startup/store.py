@@ -31,8 +31,7 @@ _POLL_PER_S_WAITED = 0.1
 _POLL_PER_RANK_S = 0.0005
 # A start that takes long is reported after the first time, and each time the second has passed.
 _REPORTS_S = (30, 60)
-# How long torch may try by itself to reach a store that was there a moment ago. All ranks try to at once, and one that
-# gives up tries again.
+# How long torch may try to reach a store that was there a moment ago. All ranks try at once, and try again.
 _CLIENT_TIMEOUT_S = 1.0
 _CLIENT_TIMEOUT_PER_RANK_S = 0.1
 _LONGEST_CLIENT_TIMEOUT_S = 30.0
@@ -80,7 +79,7 @@ class Deadline:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreAddress:
-    """Where the store of a run is, seen from one of its ranks; if it `is_local`, no other host shall reach it."""
+    """Where the store of a run is, for one of its ranks; if it `is_local`, no other host shall reach it."""
 
     address: str
     port: int
@@ -123,7 +122,7 @@ class StoreAddress:
 
     def connect(self, *, deadline: Deadline) -> Store:
         """Connect to the store as soon as it is there."""
-        # As bytes: for a text Python imports a codec, which takes longer than all that ranks have to say here.
+        # As bytes: for a text Python imports a codec, which takes longer than the whole rendezvous.
         host: Any = self.address.encode() if self.address.isascii() else self.address
         client_timeout_s = _CLIENT_TIMEOUT_S + _CLIENT_TIMEOUT_PER_RANK_S * self.world_size
         while True:
@@ -132,7 +131,7 @@ class StoreAddress:
                 with socket.create_connection((host, self.port), timeout=1) as connection:
                     reached = str(connection.getpeername()[0])
                 return TCPStore(
-                    reached,  # a number: nobody has to ask for the name's again
+                    reached,  # a number: its name is resolved once
                     self.port,
                     is_master=self.is_host,
                     multi_tenant=self.is_host,
@@ -162,8 +161,8 @@ class StoreAddress:
 
 def is_on_this_host(address: str, *, num_nodes: int) -> bool:
     """Return whether all ranks of a run are on this host and meet at `address`, which no other host can reach."""
-    # By what is written, not by what it resolves to: the name of a host often leads to a loopback address there alone.
-    # With several nodes, the first may call itself so.
+    # By the text of the address: the name of a host often resolves to a loopback address on that host alone. With
+    # several nodes, the first may call itself so.
     try:
         is_loopback = address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:  # a name

@@ -344,7 +344,7 @@ def look_at_connections(host: Host, orders: Any) -> None:
                 of_this_process.cut_to([])
                 orders.send([s.recv(1) for s in (speaks, keeps_silent)])
             if order == "look":
-                of_this_process.look(every_s=0)
+                of_this_process.check(every_s=0)
                 orders.send(sorted(of_this_process.silent_hosts))
 
 

@@ -51,10 +51,10 @@ class Ranks:
         for channel in self._channels:
             channel.is_lost = True
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Do as their watchdogs do while the store lives."""
         for election in self._elections:
-            election.look()
+            election.check()
 
     def savers(self, *, come: list[int], failure: Failure) -> list[int]:
         """The ranks that find that they save, of those that come to their end at the same time."""
@@ -114,7 +114,7 @@ def test_a_rank_that_is_late_does_not_save_again_when_rank_zero_has_saved_and_en
 ) -> None:
     ranks = make_ranks()
     assert ranks.savers(come=[0], failure=RANK_FIVE_RAISED) == [0]
-    ranks.look()
+    ranks.check()
     ranks.lose_store()
     assert ranks.savers(come=[1, 2, 3, 4], failure=RANK_FIVE_RAISED) == []
 
