@@ -279,7 +279,7 @@ class Collectives:
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return this JSON value of every rank, by rank."""
-        return [_from_json(raw) for raw in self.gather_rows(self._to_json(value))]
+        return [json.loads(bytes(raw.tolist())) for raw in self.gather_rows(self._to_json(value))]
 
     def broadcast_json(self, value: Any, *, source: int = 0) -> Any:
         """Return the JSON value that `source` has; the others' values are ignored."""
@@ -288,7 +288,7 @@ class Collectives:
         self._broadcast(size, source)
         raw = raw if self.rank == source else raw.new_empty(int(size))
         self._broadcast(raw, source)
-        return _from_json(raw)
+        return json.loads(bytes(raw.tolist()))
 
     def _to_json(self, value: Any) -> Tensor:
         return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
@@ -392,7 +392,3 @@ def chunks_of_one_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
                 chunk = []
             chunk.append(tensor)
         yield chunk
-
-
-def _from_json(raw: Tensor) -> Any:
-    return json.loads(bytes(raw.tolist()))

@@ -179,7 +179,10 @@ class Connections:
                     # Last: the first probe is sent now, if it is time.
                     s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
                 since[inode] = self._kept_alive_since.get(inode, now)
-                if min(now - since[inode], _unanswered_s(s)) > SILENT_AFTER_S:
+                info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE_AND_LAST_ACK.size)
+                state, last_ack_ms = _STATE_AND_LAST_ACK.unpack(info)
+                is_silent = min(now - since[inode], last_ack_ms / 1000) > SILENT_AFTER_S
+                if state == _ESTABLISHED and is_silent:
                     silent.add(_address(s.getpeername()))
         self._kept_alive_since = since
         # Only the second time: this host itself may have been paused, with its probes on their way.
@@ -221,13 +224,6 @@ def _shut_down(s: socket.socket) -> None:
     with suppress(OSError):  # it is not connected, and may listen; or the other end is gone
         s.getpeername()
         s.shutdown(socket.SHUT_RDWR)
-
-
-def _unanswered_s(s: socket.socket) -> float:
-    """Return how long ago the other end has acknowledged something; 0 if the connection is closed already."""
-    info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE_AND_LAST_ACK.size)
-    state, last_ack_ms = _STATE_AND_LAST_ACK.unpack(info)
-    return last_ack_ms / 1000 if state == _ESTABLISHED else 0.0
 
 
 def _connections_to_other_hosts() -> Iterator[socket.socket]:

@@ -61,11 +61,9 @@ class StepMessage(NamedTuple):
     batch_digest: int = 0  # of the batches of the step, as long as the first ones are compared; else 0
     num_missing: int = 0  # the gradients that it did not have in its last backward
 
-    @classmethod
-    def from_floats(cls, values: Sequence[float]) -> StepMessage:
-        """Return the message that has travelled as a tensor of `values`, one for each field."""
-        types: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, bool, bool, *[int] * 4)
-        return cls(*[convert(value) for convert, value in zip(types, values, strict=True)])
+
+# A message is sent as a tensor of floats, one for each field.
+_TYPES: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, bool, bool, *[int] * 4)
 
 
 class CombinedMessages(NamedTuple):
@@ -163,8 +161,9 @@ class StepExchange:
         return is_quiet
 
     def _take_next(self) -> CombinedMessages:
-        sent = self._in_flight.popleft().wait()
-        combined = CombinedMessages.of([StepMessage.from_floats(numbers.tolist()) for numbers in sent])
+        by_rank = [values.tolist() for values in self._in_flight.popleft().wait()]
+        messages = [StepMessage(*[kind(x) for kind, x in zip(_TYPES, values, strict=True)]) for values in by_rank]
+        combined = CombinedMessages.of(messages)
         least, greatest = combined.least, combined.greatest
         if (least.kind, least.epoch) != (greatest.kind, greatest.epoch):
             raise OutOfStepError(_explain(dict(zip(self.global_ranks, combined.by_rank, strict=True))))

@@ -267,7 +267,7 @@ class LocalRanks:
                     found[rank] = LocalProcess(pid, os.pidfd_open(pid))
         self.processes, self.are_known = found, True
 
-    def find_death(self, *, exit_status_of: Callable[[int], int | None]) -> Failure | None:
+    def find_death(self, exit_status_of: Callable[[int], int | None]) -> Failure | None:
         """Return the death of a rank on this host in the middle of the run.
 
         `exit_status_of` returns how the process of a rank ended, if this process has started it.

@@ -188,7 +188,6 @@ class Watchdog:
                 self._notice_signals()
                 if asks:
                     self._exchange()
-                self._report_failures()
                 self._act()
             except Exception:
                 log.exception("bucketddp: the watch of rank %d failed, and goes on", self._channel.rank)
@@ -243,15 +242,6 @@ class Watchdog:
             elif self.stop_signal:
                 self._all_know_of_stop = channel.first("stop", self.stop_signal) is not None
 
-    def _report_failures(self) -> None:
-        if self._to_report is not None:
-            failure, self._to_report = self._to_report, None
-            self._report(failure)
-        if self.failure is None:
-            death = self._channel.local_ranks.find_death(exit_status_of=self._actions.exit_status_of)
-            if death is not None:
-                self._report(death)
-
     def _report(self, failure: Failure) -> None:
         """Report a failure that this rank has found to the others, unless it can be blamed on another rank."""
         if failure.rank == self._channel.rank:
@@ -267,13 +257,20 @@ class Watchdog:
             self._failed_at = time.monotonic()
 
     def _act(self) -> None:
+        """Report what has failed; then end this rank, by as much force as it needs."""
+        if self._to_report is not None:
+            own, self._to_report = self._to_report, None
+            self._report(own)
         now = time.monotonic()
         if self.failure is None:
-            self._stop_if_asked(now)
-            if (found := self._monitor.find_failure()) is None:
-                return
-            self._report(found)
-        assert self.failure is not None
+            if (death := self._channel.local_ranks.find_death(self._actions.exit_status_of)) is not None:
+                self._report(death)
+            else:
+                self._stop_if_asked(now)
+                if (found := self._monitor.find_failure()) is not None:
+                    self._report(found)
+        if self.failure is None:
+            return
         assert self._failed_at is not None
         if self._decision is None and (
             self.failure.kind in (Kind.DIED, Kind.STALLED, Kind.LOST) or now - self._failed_at > _TOGETHER_WITHIN_S

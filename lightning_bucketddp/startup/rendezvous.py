@@ -21,13 +21,14 @@ from concurrent import futures
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
-
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.processes import Worker
-from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, listen, log
+from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, listen, log, part_of
 from lightning_bucketddp.wording import from_untrusted, list_some, list_some_ranks, printable
+
+if TYPE_CHECKING:
+    from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 # How long rank 0 keeps the store open, so that the others can read why nothing starts.
 _OUTCOME_READ_WITHIN_S = 2.0
@@ -69,7 +70,7 @@ class RendezvousRound:
 
     def __init__(self, store: Store, host: RankInfo) -> None:
         self.host = host
-        self._keys = PrefixStore(host.identity, store)
+        self._keys = part_of(store, host.identity)
         self.is_open = not self._keys.check(["outcome"])  # otherwise it was over before this rank saw it
         self.own_objection: str | None = None
 
@@ -219,10 +220,10 @@ class Rendezvous:
             server = self._address.open_server(listener, deadline=self._deadline) if self._address.is_host else None
             whole_store = self._address.connect(deadline=self._deadline)
             del server  # our own connection keeps it open now
-        store = PrefixStore(START, whole_store)
+        store = part_of(whole_store, START)
         rdzv = self._open_round(store) if self.opens_round else self._join(store)
         # Not the whole store: process groups do not know that an earlier one has used the same names.
-        return PrefixStore(f"bucketddp/group/{rdzv.host.identity}", whole_store)
+        return part_of(whole_store, f"bucketddp/group/{rdzv.host.identity}")
 
     def _take_over(self, after_s: float) -> socket.socket | None:
         """Wait for a store that has gone with its rank. Return a socket for another, if its address is on this host."""

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp.faults.failure import signal_name
 from lightning_bucketddp.processes import agent_holds_store, is_launched_by_torchrun, is_running
@@ -187,6 +187,11 @@ def explain_port_in_use(port: int) -> str:
         f"Rank 0 cannot listen on port {port}: another program is using it. Set `MASTER_PORT` to a free port, the same"
         " for all ranks; for a run on this host alone leave it unset, and a free one is found."
     )
+
+
+def part_of(store: Store, name: str) -> Store:
+    """Return `store`, with `name` before all keys."""
+    return PrefixStore(name, store)
 
 
 class ChildProcesses:

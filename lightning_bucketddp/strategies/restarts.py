@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp.comm.process_group import abort_device_groups, leave_process_group
 from lightning_bucketddp.faults.failure import Failure, Kind
 from lightning_bucketddp.startup.rendezvous import START, Rendezvous, knocks_of
-from lightning_bucketddp.startup.store import StartError, StoreAddress
+from lightning_bucketddp.startup.store import StartError, StoreAddress, part_of
 from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.trainer_internals import begin_fit, end_failed_fit
@@ -139,7 +138,7 @@ class Restarts:
         if strategy.members is not None and auto_resume.has_saved:
             auto_resume.has_saved = False
             left_out = set(range(strategy.cluster_environment.world_size())).difference(strategy.members)
-            if knocks := knocks_of(PrefixStore(START, strategy.store.underlying_store), left_out):
+            if knocks := knocks_of(part_of(strategy.store.underlying_store, START), left_out):
                 raise RuntimeError(f"{list_some_ranks(knocks)} can be taken in again")
 
     def begin_training(self) -> None:
