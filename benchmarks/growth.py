@@ -219,13 +219,13 @@ def time_phases(rank: int, world_size: int, port: int, watch_s: float) -> dict[s
     with phases.during("1,000 questions to the store"):
         for _ in range(1000):
             counting.check(["run/failure"])
-    channel = SideChannel(CountingStore(store.clone(), phases.asked), name="run", rank=rank, world_size=world_size)
+    counted = CountingStore(store.clone(), phases.asked)
+    channel = SideChannel(counted, name="run", rank=rank, world_size=world_size, store_rank=0)
     actions = WatchdogActions(
         cut=_nothing,
         interrupt=_nothing,
         signals_received=lambda: (),
         exit_status_of=lambda _: None,
-        store_rank=0,
         launcher_pid=None,
         claim_file=lambda _: False,
     )

@@ -71,16 +71,11 @@ def boot_id(*, root: Path = _ROOT) -> str:
     return ""
 
 
-def pid_namespace() -> str:
-    """Return the namespace of this process's number (containers have their own); "" if it is not known."""
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
-
-
 def pid_scope() -> str:
     """Return an id of this boot and PID namespace, in which process numbers mean the same; random if not known."""
-    boot, namespace = boot_id(), pid_namespace()
+    boot, namespace = boot_id(), ""
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")  # containers have their own
     identity = f"{boot}\n{namespace}".encode() if boot and namespace else secrets.token_bytes()
     return hashlib.blake2b(identity, digest_size=8).hexdigest()
 
@@ -97,7 +92,7 @@ def agent_holds_store() -> bool:
 
 @contextmanager
 def variables_by_default(values: Mapping[str, str]) -> Iterator[None]:
-    """Set those of `values` that are not set in the environment, and take them back at the end of the block."""
+    """Set those of `values` that are not set in the environment, and unset them at the end of the block."""
     missing = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(missing)
     try:
@@ -110,7 +105,7 @@ def variables_by_default(values: Mapping[str, str]) -> Iterator[None]:
 def end_openmp_threads() -> None:
     """End the idle threads of OpenMP in this process; the next operation that needs them starts new ones.
 
-    No thread survives a fork. A forked process of GNU's OpenMP waits for those of its parent for ever.
+    No thread survives a fork, and a forked process of GNU's OpenMP waits for those of its parent for ever.
     """
     try:
         loaded = Path("/proc/self/maps").read_text()
@@ -122,7 +117,7 @@ def end_openmp_threads() -> None:
 
 
 def end_with_status(status: int) -> None:
-    """Have this process end with `status`, when all is done that Python does at its end: Python itself cannot."""
+    """Make this process end with `status` after everything that Python does at its end."""
     libc = ctypes.CDLL(None)
     libc.__cxa_atexit(libc._exit, ctypes.c_void_p(status), None)
 
@@ -145,32 +140,32 @@ _Result = TypeVar("_Result")
 
 
 class WorkerThread(threading.Thread):
-    """The thread of a `Worker`: what it exchanges with other ranks follows from what was started elsewhere."""
+    """The thread of a `Worker`."""
 
 
 class Worker:
-    """Calls functions in a thread of its own, in the order in which they were given to it.
+    """Calls functions in a thread of its own, in the order in which they are submitted.
 
-    With `stops_at_error`, all functions after one that has failed fail by the same error: what they exchange with other
-    ranks would meet what these have not got to. A thread that waits for a rank that is gone ends with the process.
+    With `stops_at_error`, all functions after one that has failed fail by the same error: their collectives would not
+    match those of other ranks. A thread that waits for a rank that is gone ends with the process.
     """
 
     def __init__(self, name: str, *, stops_at_error: bool = True) -> None:
         self._given: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        # Not a method, which would keep this object: garbage collection ends a worker that nobody has closed.
+        # Not a method, which would keep this object alive: garbage collection ends a worker that was not closed.
         self._thread = WorkerThread(target=_work, args=(self._given, stops_at_error), name=name, daemon=True)
         self._thread.start()
         self._last: Future[Any] | None = None
         self._end = weakref.finalize(self, self._given.put, None)
 
     def submit(self, function: Callable[[], _Result]) -> Future[_Result]:
-        """Have `function` called when all before it have been."""
+        """Call `function` after all that were submitted before."""
         self._last = future = Future[_Result]()
         self._given.put((function, future))
         return future
 
     def close(self) -> None:
-        """Take nothing more; end now if all is done, otherwise when it is."""
+        """Accept no more functions. The thread ends when it has called all; this waits for it only if it has."""
         self._end()
         if self._last is None or self._last.done():
             self._thread.join()

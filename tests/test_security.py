@@ -30,12 +30,12 @@ from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.atomic_file import temporary_name
 from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError, _opened
 from lightning_bucketddp.cli import main
-from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.comm.process_group import access_store
 from lightning_bucketddp.faults.failure import Failure, Kind
 from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
 from lightning_bucketddp.faults.progress import Progress
-from lightning_bucketddp.faults.side_channel import GuardedStore, LocalRanks, SideChannel, introduce, place
+from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.processes import pid_scope
 from lightning_bucketddp.recording.schema import path_of
 from lightning_bucketddp.strategies.launchers import SavedPredictions
 from lightning_bucketddp.wording import printable
@@ -45,6 +45,8 @@ from tests.support.recordings import Recording
 from tests.support.scripts.faults import write
 from tests.support.scripts.trainers import make_trainer
 
+# What processes of this host introduce themselves with.
+PLACE = f"{socket.gethostname()}/{pid_scope()}"
 # What nobody of a run writes, each for another part of what reads it.
 HOSTILE = [
     "nonsense",
@@ -58,9 +60,9 @@ HOSTILE = [
     '{"kind": "raised", "rank": "1", "what": ["a"]}',
     '{"kind": "raised", "rank": 1, "what": "a", "stack": 7}',
     '{"kind": "died", "rank": 1, "what": "a", "more": 1}',
-    '{"count": 1, "where": "", "seconds": "long", "waits": true, "process": "", "stack": ""}',
-    '{"rank": [], "pid": "1"}',
-    f'{{"rank": 1, "pid": {2**70}, "host": "{socket.gethostname()}", "namespace": ""}}',
+    '{"count": 1, "where": "", "seconds": "long", "waits": true, "process": "", "addresses": "", "stack": ""}',
+    f'{{"pid": {2**70}, "place": "{PLACE}"}}',
+    f'{{"pid": "1", "place": "{PLACE}"}}',
 ]
 # Text that would set the title of a terminal, and clear it.
 COMMANDS = "\x1b]0;owned\x07\x1b[2J\u202e"
@@ -79,8 +81,10 @@ class Touches:
 
 def keys(channel: SideChannel) -> list[str]:
     """Return the keys of `channel` that hold JSON."""
-    of_ranks = [f"{kind}/{rank}" for kind in ("beat", "knows", "left") for rank in range(channel.world_size)]
-    names = ["failure", "decision", "stop", f"identity/{place()}/1", f"identity/{place()}/2", *of_ranks]
+    of_ranks = [
+        f"{kind}/{rank}" for kind in ("beat", "identity", "knows", "left") for rank in range(channel.world_size)
+    ]
+    names = ["failure", "decision", "stop", *of_ranks]
     return [channel._key(name) for name in names]
 
 
@@ -175,14 +179,14 @@ def test_a_run_on_one_host_is_reached_from_no_other_and_outlives_what_strangers_
 def test_what_no_rank_has_written_counts_as_not_there(hostile: str) -> None:
     store = HashStore()
     here, there = (SideChannel(store, name="run", rank=rank, world_size=2) for rank in (0, 1))
-    introduce(there, pid=os.getpid(), place=place())
+    for channel in (here, there):
+        channel.local_ranks.introduce(os.getpid())
     for key in keys(here):
         store.set(key, hostile)
-    ranks = LocalRanks(here, exit_status_of=lambda rank: None)
-    ranks.discover()
-    assert ranks.gone() == ranks.frozen() == []
-    guarded = GuardedStore(here, ranks, Connections(), store_rank=None)
-    assert HeartbeatMonitor(guarded, Progress(waiting_in=()), warn_after_s=0, timeout_s=1)._listen() == {}
+    here.local_ranks.discover()
+    assert here.local_ranks.are_known
+    assert here.local_ranks.processes == {}
+    assert HeartbeatMonitor(here, Progress(waiting_in=()), warn_after_s=0, timeout_s=1)._listen() == {}
     assert here.failure() is None
     assert here.get("stop", int) is None
     assert here.first("decision", "abort") in (None, "abort", "text")
@@ -193,22 +197,11 @@ def test_what_no_rank_has_written_counts_as_not_there(hostile: str) -> None:
 
 
 def test_a_number_of_ranks_that_cannot_be_is_not_counted_to() -> None:
-    store = HashStore()
-    channel = SideChannel(store, name="run", rank=0, world_size=2)
-    channel.add(f"num_at/{place()}", 10**15)
-    ranks = LocalRanks(channel, exit_status_of=lambda rank: None)
-    ranks._known = _TwoRanks()
-    ranks.discover()
-    assert ranks.numbers() == []
+    channel = SideChannel(HashStore(), name="run", rank=0, world_size=2)
+    channel.add("num_introduced", 10**15)
+    channel.local_ranks.discover()
+    assert channel.local_ranks.processes == {}
     channel.close()
-
-
-class _TwoRanks(set[int]):
-    """Is asked for no more than there can be."""
-
-    def __contains__(self, number: object) -> bool:
-        assert number in (1, 2)
-        return False
 
 
 def test_a_failure_from_the_store_commands_no_terminal_and_has_an_end() -> None:
@@ -317,10 +310,10 @@ def test_only_stopped_ranks_of_this_host_are_killed() -> None:
         )
         for process in (stopped, elsewhere, running, stranger):
             stack.callback(process.kill)
-        introduce(channels[1], pid=stopped.pid, place=place())
-        introduce(channels[2], pid=elsewhere.pid, place=f"another{place()}")
-        introduce(channels[3], pid=running.pid, place=place())
-        ranks = LocalRanks(channels[0], exit_status_of=lambda rank: None)
+        channels[2].local_ranks.place = "another host"
+        for channel, process in zip(channels, (stranger, stopped, elsewhere, running), strict=True):
+            channel.local_ranks.introduce(process.pid)
+        ranks = channels[0].local_ranks
         ranks.discover()
         for process in (stopped, elsewhere, stranger):
             process.send_signal(signal.SIGSTOP)
@@ -331,7 +324,6 @@ def test_only_stopped_ranks_of_this_host_are_killed() -> None:
             process.terminate()
             process.send_signal(signal.SIGCONT)
             assert process.wait() == -signal.SIGTERM
-        ranks.close()
     for channel in channels:
         channel.close()
 

@@ -1,9 +1,9 @@
-"""Talking to the other ranks in a process group; backend differences live here.
+"""Collectives over a process group; backend differences live here.
 
 Note: tensors in flight
-    A thread of gloo's lets go of an operation a moment after it has ended. If it holds the last reference to a tensor,
-    it needs the GIL to free it; but destroying a group waits for the group's threads and keeps the GIL: both wait for
-    ever. So groups that are to be closed get tensors that are held here, too, until gloo has let go of them.
+    A thread of gloo's drops an operation a moment after it has ended. If it holds the last reference to a tensor, it
+    needs the GIL to free it; but destroying a group waits for the group's threads and keeps the GIL: both wait for
+    ever. So tensors of groups that are to be closed are referenced here, too, until gloo has dropped them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BROADCAST_CHUNK_BYTES = 64 * 2**20
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Longer than a thread waits for its turn on a busy machine.
-_LETS_GO_WITHIN_S = 1.0
+_DROPS_WITHIN_S = 1.0
 
 
 class Pending(Protocol):
@@ -61,7 +61,7 @@ class Collectives:
         group: the process group; the default group if None.
         timeout: how long a collective of the further groups may take; None: torch's default.
         parts: the ranks of this group and of those beside it, which make further groups together; None: it is alone.
-        on_one_host: whether all ranks of the run are on this host, and further groups shall not be reached by others.
+        on_one_host: whether all ranks are on this host: other hosts shall not reach further groups.
     """
 
     def __init__(
@@ -73,30 +73,30 @@ class Collectives:
         parts: list[list[int]] | None = None,
         on_one_host: bool = False,
     ) -> None:
-        # In a further group between hosts: tensors that its operations may still hold (Note: tensors in flight).
+        # In a further group of gloo: tensors that its operations may still hold (Note: tensors in flight).
         is_closable = group is not None and dist.get_backend(group) == "gloo"
         self._in_flight: deque[Tensor] | None = deque() if is_closable else None
         self.device = device
         self._timeout = timeout
         self._on_one_host = on_one_host
         self._world = dist.group.WORLD
-        assert self._world is not None  # whoever makes this has initialised torch.distributed
+        assert self._world is not None  # torch.distributed is initialised
         self.group = group if group is not None else self._world
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         # By rank in this group: the rank in the run, which users know.
         self.global_ranks = dist.get_process_group_ranks(self.group)
         self._parts = parts or [self.global_ranks]
-        # Made once: `dist.all_reduce` makes them each time, and looks at much that cannot be here.
+        # Made once: `dist.all_reduce` makes them each time, after checks that cannot fail here.
         self._asynchronously = {op: _asynchronously(op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)}
         self._group_averages = self._probe_average()
-        share = torch.tensor(1 / self.world_size, dtype=torch.float64)
-        self._one_share = {dtype: share.to(dtype) for dtype in (torch.float32, torch.float64)}
+        factor = torch.tensor(1 / self.world_size, dtype=torch.float64)
+        self._factors = {dtype: factor.to(dtype) for dtype in (torch.float32, torch.float64)}
         self._further: dict[str, Collectives] = {}
 
     @cached_property
     def foreign(self) -> ForeignCollectives:
-        """Shared by all that launch collectives in this group beside a user's program. It holds the group."""
+        """Counts the collectives of users in this group. It holds the group, and is shared by all that use it."""
         return ForeignCollectives(self.group)
 
     @property
@@ -110,9 +110,9 @@ class Collectives:
         return dist.is_initialized() and dist.group.WORLD is self._world
 
     def close_host_groups(self) -> None:
-        """Destroy the further groups between hosts, each of which has threads and a connection to every rank.
+        """Destroy the further groups of gloo, each of which has threads and a connection to every rank.
 
-        Nothing may be under way in them: destroying a group waits for it, and all threads of the program wait then.
+        No operation may be in flight in them: destroying a group waits for it, while all threads of the program wait.
         """
         for name, further in list(self._further.items()):
             further.close_host_groups()
@@ -125,7 +125,7 @@ class Collectives:
         """Wait a little until no tensor is in flight; return whether that is so. False in groups that never close."""
         if self._in_flight is None:
             return False
-        deadline = time.monotonic() + _LETS_GO_WITHIN_S
+        deadline = time.monotonic() + _DROPS_WITHIN_S
         while not (is_back := all(map(_is_only_ours, self._in_flight))) and time.monotonic() < deadline:
             time.sleep(0.001)
         return is_back
@@ -136,7 +136,7 @@ class Collectives:
             return tensors
         while self._in_flight and _is_only_ours(self._in_flight[0]):
             self._in_flight.popleft()
-        # Not one by one: what the operation has not been given yet looks like what it has given back.
+        # Not one by one: a tensor that the operation has not got yet looks like one that it has dropped.
         held = [tensor.detach() for tensor in tensors]
         self._in_flight += held
         return held
@@ -144,21 +144,20 @@ class Collectives:
     def gradient_group(self) -> Collectives:
         """Return the same ranks for reductions that run beside a backward, in which users may have collectives, too.
 
-        Those of gloo have connections of their own: when a rank reduces depends on which parameters it uses. With NCCL
-        the group is the same one (Note: collectives of users, in `launch_queue`).
+        With gloo over connections of their own: when a rank reduces depends on which parameters it uses. With NCCL in
+        the same group (Note: collectives of users, in `launch_queue`).
         """
-        if self.device.type != "cpu" or self.world_size == 1:
-            return self
-        return self.further_group("gradient")
+        is_shared = self.device.type != "cpu" or self.world_size == 1
+        return self if is_shared else self.further_group("gradient")
 
     def host_group(self) -> Collectives:
-        """Return the same ranks for tensors in host memory, over connections of their own: waiting stops no device."""
+        """Return the same ranks for tensors in host memory, over connections of their own, with gloo."""
         return self.further_group("host", in_host_memory=True)
 
     def split(self, parts: Sequence[Sequence[int]]) -> Collectives:
-        """Return the part that this rank is in, of ranks that are divided into `parts`. All ranks must call this.
+        """Return the part of the ranks that this one is in. All ranks must call this.
 
-        Whatever makes a further group of a part must then be called by the ranks of all parts, each of its own.
+        All ranks must then make the further groups of their parts together.
         """
         return self._in_new_group([[self.global_ranks[rank] for rank in part] for part in parts], self.device, None)
 
@@ -188,19 +187,19 @@ class Collectives:
         if self._group_averages and tensor.dtype != torch.float16:
             return dist.ReduceOp.AVG
         # A tensor as a factor takes half the time of a number, but is rounded to a dtype that has few digits.
-        in_own_dtype = self._one_share.get(tensor.dtype) if tensor.is_cpu else None
-        tensor.mul_(1 / self.world_size if in_own_dtype is None else in_own_dtype)
+        factor = self._factors.get(tensor.dtype) if tensor.is_cpu else None
+        tensor.mul_(1 / self.world_size if factor is None else factor)
         return dist.ReduceOp.SUM
 
     @property
     def scatters(self) -> bool:
-        """Return whether `start_mean_of_shard` sends half of what `start_mean` does: to each rank its share only."""
+        """Return whether `start_mean_of_shard` sends half of what `start_mean` does: to each rank its shard only."""
         return self.device.type != "cpu"  # gloo's reduce-scatter takes longer than its all-reduce
 
     def start_mean_of_shard(self, tensor: Tensor, *, owner: int | None) -> Pending:
-        """Start replacing a share of a real `tensor` by its mean over the ranks; what else is in it is lost.
+        """Start replacing this rank's shard of a real `tensor` by its mean over the ranks; the rest of it is lost.
 
-        The share of rank `owner` is all of it; None: each rank's is one of equal slices, by rank.
+        Rank `owner` has all of it as its shard; None: each rank has one of equal slices, by rank.
         """
         if not self.scatters:
             return self.start_mean(tensor)
@@ -214,20 +213,20 @@ class Collectives:
         return work
 
     def start_gather_of_shards(self, tensor: Tensor, *, owner: int | None) -> Pending:
-        """Start giving all ranks the shares of `tensor` that the others have; see `start_mean_of_shard`."""
+        """Start sending this rank's shard of `tensor` to all ranks; see `start_mean_of_shard`."""
         work: dist.Work
         if owner is not None:
             [held] = self._hold(tensor)
             work = dist.broadcast(held, src=self.global_ranks[owner], group=self.group, async_op=True)
         else:
-            all_of_it, own = self._hold(tensor, tensor.view(self.world_size, -1)[self.rank])
-            work = _all_gather_single(all_of_it, own, group=self.group, async_op=True)
+            whole, own = self._hold(tensor, tensor.view(self.world_size, -1)[self.rank])
+            work = _all_gather_single(whole, own, group=self.group, async_op=True)
         return work
 
     def start_all_to_all(self, received: Tensor, sent: Tensor, *, owner: int | None) -> Pending:
-        """Start giving each rank its part of `sent`, by rank; `received` are those that come to this one, by rank.
+        """Start sending each rank its slice of `sent`; `received` gets the slices that all ranks send to this one.
 
-        Rank `owner` gets all that is sent; None: each rank gets one of equal parts.
+        Rank `owner` gets everything that is sent; None: each rank gets one of equal slices.
         """
         work: dist.Work
         received, sent = self._hold(received, sent)
@@ -280,7 +279,7 @@ class Collectives:
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return this JSON value of every rank, by rank."""
-        return [_from_json(raw) for raw in self.gather_rows(self._to_json(value))]
+        return [json.loads(bytes(raw.tolist())) for raw in self.gather_rows(self._to_json(value))]
 
     def broadcast_json(self, value: Any, *, source: int = 0) -> Any:
         """Return the JSON value that `source` has; the others' values are ignored."""
@@ -289,7 +288,7 @@ class Collectives:
         self._broadcast(size, source)
         raw = raw if self.rank == source else raw.new_empty(int(size))
         self._broadcast(raw, source)
-        return _from_json(raw)
+        return json.loads(bytes(raw.tolist()))
 
     def _to_json(self, value: Any) -> Tensor:
         return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
@@ -303,12 +302,12 @@ class Collectives:
                 flat = torch.cat([t.reshape(-1) for t in chunk])
                 self._broadcast(torch.view_as_real(flat) if flat.is_complex() else flat, source)
                 if self.rank != source:
-                    pieces = torch.split(flat, [t.numel() for t in chunk])
-                    for tensor, piece in zip(chunk, pieces, strict=True):
+                    slices = torch.split(flat, [t.numel() for t in chunk])
+                    for tensor, values in zip(chunk, slices, strict=True):
                         # A graph kept for a second backward may hold this tensor: it gets rank `source`'s value
                         # without the "modified by an inplace operation" error.
                         with _unsafe_preserve_version_counter(tensor):
-                            tensor.copy_(piece.view_as(tensor))
+                            tensor.copy_(values.view_as(tensor))
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         [held] = self._hold(tensor)
@@ -317,8 +316,8 @@ class Collectives:
     def _exchange(self, operation: Callable[..., Any], tensor: Tensor, *, other: int) -> None:
         if tensor.numel() == 0:
             return
-        # As bytes: backends do not know all dtypes. As a batch of one: NCCL then takes the communicator that the group
-        # has and does not make another one for each pair of ranks.
+        # As bytes: backends do not know all dtypes. As a batch of one: NCCL then uses the communicator of the group
+        # instead of making one for each pair of ranks.
         [raw] = self._hold(tensor.view(-1).view(torch.uint8))
         operations = [dist.P2POp(operation, raw, self.global_ranks[other], self.group)]
         for work in dist.batch_isend_irecv(operations):
@@ -362,7 +361,7 @@ def all_gather(tensor: Tensor, *, group: dist.ProcessGroup | None, sync_grads: b
 
 
 class _AllGather(torch.autograd.Function):
-    """Ours, because `torch.distributed.nn.functional.all_gather` warns since torch 2.13."""
+    """Replaces `torch.distributed.nn.functional.all_gather`, which warns since torch 2.13."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -385,18 +384,11 @@ def _is_only_ours(tensor: Tensor) -> bool:
 
 def chunks_of_one_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield `tensors` some at a time, all of one dtype and together not too large."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for same_dtype in by_dtype.values():
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         chunk: list[Tensor] = []
-        for tensor in same_dtype:
+        for tensor in [tensor for tensor in tensors if tensor.dtype == dtype]:
             if chunk and sum(t.nbytes for t in chunk) + tensor.nbytes > _BROADCAST_CHUNK_BYTES:
                 yield chunk
                 chunk = []
             chunk.append(tensor)
         yield chunk
-
-
-def _from_json(raw: Tensor) -> Any:
-    return json.loads(bytes(raw.tolist()))

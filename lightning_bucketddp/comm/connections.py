@@ -3,8 +3,8 @@
 Note: cutting the lines
     A rank that waits in a collective of gloo for another that has left waits until the time-out, or until the
     connection ends. One end of each connection between two ranks was accepted by a port on which that rank listens. So
-    when each rank shuts down what was accepted by its own ports, the store's excepted, every connection is cut, whoever
-    made it. Where the other end is on a host that is lost, this end is shut down, whichever it is.
+    when each rank shuts down the connections that its own ports have accepted, except the store's, every connection is
+    cut. If the other end is on a lost host, this end is shut down, whichever it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ _KEY = "bucketddp/sockets"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9
-# Of the file system that tells about networks and NCCL's settings.
+# Of the file system that has the networks and NCCL's settings.
 _ROOT = Path("/")
 # Names may get lost during a run.
 _resolve = functools.cache(socket.gethostbyname)
@@ -40,36 +40,30 @@ _resolve = functools.cache(socket.gethostbyname)
 
 @contextmanager
 def more_sockets(store: Store, *, rank: int, world_size: int, root: Path = _ROOT) -> Iterator[int]:
-    """Set NCCL's variables in the block, on all ranks of `store` or on none; yield on how many hosts.
+    """Set NCCL's variables in the block, on all ranks of `store` or on none; yield the number of hosts, or 0.
 
-    NCCL reads them when it makes its first connection between hosts, and never again in that process: if there are any
-    hosts, a collective must connect the group in the block. What the ranks start later does not inherit them.
+    NCCL reads them when it makes its first connection between hosts, and never again in that process: if the number is
+    not 0, a collective must connect the group in the block. Processes that ranks start later do not inherit them.
     """
     settings = nccl_settings(os.environ, root=root)
     store.set(f"{_KEY}/{rank}", json.dumps([host_of(settings, root=root), uses_sockets_untuned(settings, root)]))
-    if rank == 0:
-        answers = [json.loads(answer) for answer in store.multi_get([f"{_KEY}/{r}" for r in range(world_size)])]
-        hosts = {host for host, _ in answers}
-        is_wanted = len(hosts) > 1 and all(is_untuned for _, is_untuned in answers)
-        store.set(_KEY, json.dumps(len(hosts) if is_wanted else 0))
-    num_hosts = int(json.loads(store.get(_KEY)))
-    with variables_by_default(SETTINGS if num_hosts > 0 else {}):
-        yield num_hosts
+    answers = [json.loads(answer) for answer in store.multi_get([f"{_KEY}/{r}" for r in range(world_size)])]
+    num_hosts = len({host for host, _ in answers})
+    is_wanted = num_hosts > 1 and all(is_untuned for _, is_untuned in answers)
+    with variables_by_default(SETTINGS if is_wanted else {}):
+        yield num_hosts if is_wanted else 0
 
 
 def uses_sockets_untuned(settings: Mapping[str, str], root: Path = _ROOT) -> bool:
-    """Return whether NCCL sends to other hosts through sockets, and neither the user nor NCCL has said how many."""
+    """Return whether NCCL sends to other hosts through sockets, and neither the user nor NCCL chooses their number."""
     network, plugin = (settings.get(name, "").lower() for name in ("NCCL_NET", "NCCL_NET_PLUGIN"))
     if any(name in settings for name in SETTINGS) or plugin not in ("", "none") or network not in ("", "socket"):
         return False
     may_use_infiniband = network == "" and settings.get("NCCL_IB_DISABLE", "") in ("", "0")
-    if may_use_infiniband and _entries(root / "sys/class/infiniband"):
+    if may_use_infiniband and any(root.glob("sys/class/infiniband/*")):
         return False
-    for interface in _entries(root / "sys/class/net"):
-        with suppress(OSError):  # one that is not hardware
-            if (interface / "device" / "vendor").read_text().strip() in _VENDORS_KNOWN_TO_NCCL:
-                return False
-    return True
+    vendors = {path.read_text().strip() for path in root.glob("sys/class/net/*/device/vendor")}
+    return not vendors & _VENDORS_KNOWN_TO_NCCL
 
 
 def nccl_settings(environment: Mapping[str, str], *, root: Path = _ROOT) -> dict[str, str]:
@@ -81,26 +75,20 @@ def nccl_settings(environment: Mapping[str, str], *, root: Path = _ROOT) -> dict
         files.append(Path(named).absolute())
     else:
         with suppress(KeyError):  # a user without a name, as in some containers
-            files.append(Path(pwd.getpwuid(os.getuid()).pw_dir) / ".nccl.conf")  # whatever `HOME` says
+            files.append(Path(pwd.getpwuid(os.getuid()).pw_dir) / ".nccl.conf")  # not `HOME`
     found: dict[str, str] = {}
     for file in files:
         with suppress(OSError):
             lines = (root / file.relative_to("/")).read_text(errors="replace").splitlines()
-            # A name that begins with "#" is a comment to NCCL, and to us one that nobody asks for.
+            # A line that begins with "#" is a comment to NCCL; here it sets a name that is never read.
             pairs = [line.split("=", 1) for line in lines if "=" in line]
             found |= {name.strip(): value.strip() for name, value in pairs}
     return found | {name: value for name, value in environment.items() if name.startswith("NCCL_")}
 
 
 def host_of(settings: Mapping[str, str], *, root: Path = _ROOT) -> str:
-    """Return a name that is equal for ranks on one host, as NCCL sees it."""
+    """Return a name that is equal for ranks on one host, by NCCL's rules."""
     return settings.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot_id(root=root)}"
-
-
-def _entries(directory: Path) -> list[Path]:
-    with suppress(OSError):
-        return list(directory.iterdir())
-    return []
 
 
 @contextmanager
@@ -110,19 +98,19 @@ def gloo_interface(*, on_one_host: bool) -> Iterator[None]:
     On one host that is a loopback address: gloo itself would take that of the host's name. Between hosts it is the
     interface that leads to `MASTER_ADDR`.
     """
-    main_address = os.environ.get("MASTER_ADDR")
-    interface = None
-    if on_one_host:
+    if _INTERFACE in os.environ:
+        interface = None
+    elif on_one_host:
         interface = _interface_with("127.0.0.1")
-    elif main_address and _INTERFACE not in os.environ:
-        interface = interface_towards(main_address)
+    else:
+        interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
     with variables_by_default({} if interface is None else {_INTERFACE: interface}):
         yield
 
 
 def interface_towards(address: str) -> str | None:
     """Return the interface through which packets leave for `address`; None if it is this host, or not known."""
-    with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((_resolve(address), _ANY_PORT))  # sends nothing
         own_address = s.getsockname()[0]
         return None if own_address.startswith("127.") else _interface_with(own_address)
@@ -147,7 +135,7 @@ SILENT_AFTER_S = 15.0
 _PROBE_AFTER_S, _PROBE_EVERY_S = 4, 1
 # The kernel itself shall not end connections, some of which are the user's.
 _MOST_PROBES = 127
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 _DESCRIPTORS = "/proc/self/fd"
 # Of `struct tcp_info`: its state in the first byte, and the milliseconds since the last acknowledgement.
 _STATE_AND_LAST_ACK = struct.Struct("B55xI")
@@ -157,9 +145,9 @@ _ESTABLISHED = 1
 class Connections:
     """The connections of this process to other hosts, and which of these no longer answer.
 
-    The kernel of a host that is lost acknowledges no more, while that of a process that is stopped still does. Ours
-    tells how long ago that was; of an idle connection, if it sends keep-alive probes, which `look` turns on.
-    `store_port` is where the store of the process group listens; None if it is not on a network.
+    The kernel of a lost host acknowledges nothing any more, while that of a stopped process still does. This host's
+    kernel reports how long ago the last acknowledgement came, also for idle connections if they send keep-alive probes,
+    which `check` turns on. `store_port` is the port of the process group's store; None if it is not on a network.
     """
 
     def __init__(self, store_port: int | None = None) -> None:
@@ -167,18 +155,18 @@ class Connections:
         self.addresses = sorted({_address(own) for own, _ in ends})  # of this host
         # The address of the host of the store; None if it is this one.
         self.store_host = next((_address(peer) for _, peer in ends if peer[1] == store_port), None)
-        self.silent_hosts: frozenset[str] = frozenset()  # those that no longer answer, as of the last look
+        self.silent_hosts: frozenset[str] = frozenset()  # those that no longer answer, as of the last `check`
         self._store_port = store_port
         self._suspects: set[str] = set()
         self._kept_alive_since: dict[int, float] = {}
-        self._looked_at = -_LOOK_EVERY_S
+        self._checked_at = -_CHECK_EVERY_S
 
-    def look(self, *, every_s: float = _LOOK_EVERY_S) -> None:
+    def check(self, *, every_s: float = _CHECK_EVERY_S) -> None:
         """Find hosts that no longer answer, unless that was done a moment ago."""
         now = time.monotonic()
-        if now - self._looked_at < every_s:
+        if now - self._checked_at < every_s:
             return
-        self._looked_at = now
+        self._checked_at = now
         since: dict[int, float] = {}
         silent: set[str] = set()
         for s in _connections_to_other_hosts():
@@ -191,10 +179,13 @@ class Connections:
                     # Last: the first probe is sent now, if it is time.
                     s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
                 since[inode] = self._kept_alive_since.get(inode, now)
-                if min(now - since[inode], _unanswered_s(s)) > SILENT_AFTER_S:
+                info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE_AND_LAST_ACK.size)
+                state, last_ack_ms = _STATE_AND_LAST_ACK.unpack(info)
+                is_silent = min(now - since[inode], last_ack_ms / 1000) > SILENT_AFTER_S
+                if state == _ESTABLISHED and is_silent:
                     silent.add(_address(s.getpeername()))
         self._kept_alive_since = since
-        # Seen twice: this host itself may have been paused, and its probes be on their way.
+        # Only the second time: this host itself may have been paused, with its probes on their way.
         self.silent_hosts = frozenset(silent & self._suspects)
         self._suspects = silent
 
@@ -210,65 +201,49 @@ class Connections:
 
 def cut_connections(*, except_port: int | None) -> None:
     """Shut down the connections that this process has accepted, but at `except_port` (Note: cutting the lines)."""
-    with ExitStack() as opened:
-        sockets = [opened.enter_context(s) for s in _tcp_sockets()]
-        ports = {s.getsockname()[1] for s in sockets if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
-        ports.discard(except_port)
-        for s in sockets:
-            if s.getsockname()[1] in ports and _is_connected(s):
-                with suppress(OSError):  # the other end may be gone already
-                    s.shutdown(socket.SHUT_RDWR)
+    listening = (s for s in _tcp_sockets() if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    ports = {s.getsockname()[1] for s in listening} - {except_port}
+    for s in _tcp_sockets():
+        if s.getsockname()[1] in ports:
+            _shut_down(s)
 
 
 def connection_ids() -> set[int]:
-    """Return what tells the TCP sockets of this process apart."""
-    with ExitStack() as opened:
-        return {os.fstat(opened.enter_context(s).fileno()).st_ino for s in _tcp_sockets()}
+    """Return the ids of the TCP sockets of this process."""
+    return {os.fstat(s.fileno()).st_ino for s in _tcp_sockets()}
 
 
 def cut_all_connections(*, but: Collection[int]) -> None:
-    """Shut down the connections of this process without those that have their id in `but`."""
+    """Shut down the connections of this process, except for those that have their id in `but`."""
     for s in _tcp_sockets():
-        with s, suppress(OSError):
-            if _is_connected(s) and os.fstat(s.fileno()).st_ino not in but:
-                s.shutdown(socket.SHUT_RDWR)
+        if os.fstat(s.fileno()).st_ino not in but:
+            _shut_down(s)
 
 
-def _unanswered_s(s: socket.socket) -> float:
-    """Return how long ago the other end has acknowledged something; 0 if the connection is closed already."""
-    info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE_AND_LAST_ACK.size)
-    state, last_ack_ms = _STATE_AND_LAST_ACK.unpack(info)
-    return last_ack_ms / 1000 if state == _ESTABLISHED else 0.0
+def _shut_down(s: socket.socket) -> None:
+    with suppress(OSError):  # it is not connected, and may listen; or the other end is gone
+        s.getpeername()
+        s.shutdown(socket.SHUT_RDWR)
 
 
 def _connections_to_other_hosts() -> Iterator[socket.socket]:
-    """Yield each TCP connection of this process that leaves its host, under a new descriptor, which is closed."""
+    """Yield each TCP connection of this process that leaves its host; see `_tcp_sockets`."""
     for s in _tcp_sockets():
-        with s:
-            if _is_connected(s) and _address(s.getpeername()) != _address(s.getsockname()):
+        with suppress(OSError):  # it is not connected
+            if _address(s.getpeername()) != _address(s.getsockname()):
                 yield s
 
 
 def _address(end: tuple[str | int, ...]) -> str:
-    """Return the address of one end of a connection; sockets for both kinds of addresses have a long form of v4's."""
+    """Return the address of one end of a connection; dual-stack sockets have a long form of IPv4 addresses."""
     return str(end[0]).removeprefix("::ffff:")
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
-    """Yield each TCP socket of this process under a new descriptor, which the caller closes."""
+    """Yield each TCP socket of this process under a new descriptor, which is closed before the next one."""
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
         with suppress(OSError):  # closed meanwhile
             if os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
-                s = socket.socket(fileno=os.dup(int(name)))
-                if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
-                    yield s
-                else:
-                    s.close()
-
-
-def _is_connected(s: socket.socket) -> bool:
-    try:
-        s.getpeername()
-    except OSError:
-        return False
-    return True
+                with socket.socket(fileno=os.dup(int(name))) as s:
+                    if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
+                        yield s

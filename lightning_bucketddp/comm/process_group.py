@@ -1,4 +1,4 @@
-"""The process group as a whole: its store, its NCCL backend, collectives that are not ours, roll calls, leaving it."""
+"""The process group as a whole: its store, its NCCL backend, collectives of users, roll calls, leaving it."""
 
 from __future__ import annotations
 
@@ -29,20 +29,18 @@ class StoreAccess:
     store: Any
     host: str | None  # None if it is not on a network
     port: int | None
-    # Of the process group, and of no other that a store has seen: torchrun's is there from one restart to the next, and
-    # agents on several hosts count restarts differently.
+    # Unique among all process groups of a store: torchrun's store outlives restarts, and agents on several hosts count
+    # restarts differently.
     name: str
     is_held_by_rank_zero: bool  # otherwise by torchrun's agent
 
     @property
     def is_there(self) -> bool:
-        if self.host is None or self.port is None:
+        with suppress(OSError):
+            if self.host is not None and self.port is not None:
+                socket.create_connection((self.host, self.port), timeout=1).close()
             return True
-        try:
-            socket.create_connection((self.host, self.port), timeout=1).close()
-        except OSError:
-            return False
-        return True
+        return False
 
 
 def access_store() -> StoreAccess:
@@ -63,15 +61,15 @@ def access_store() -> StoreAccess:
 
 
 def surviving_nccl() -> AbstractContextManager[None]:
-    """Have a process outlive a failure in a group that is made in the block: torch would end it a minute later."""
+    """Keep a process alive after a failure in a group that is made in the block: torch would end it a minute later."""
     return variables_by_default({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"})
 
 
 def tried_nccl() -> AbstractContextManager[None]:
-    """Have `nccl` mean ProcessGroupNCCL in torch 2.15 and later, too, if it is first used in the block.
+    """Make `nccl` mean ProcessGroupNCCL in torch 2.15 and later, too, if it is first used in the block.
 
-    There the name stands for another backend, which nobody has tried with us (docs/compatibility.md). torch reads the
-    variable when the name is first used in a process, and keeps to it; one that the user has set stays.
+    There the name stands for another backend, with which the strategy is untested (docs/compatibility.md). torch reads
+    the variable once in a process; one that the user has set stays.
     """
     return variables_by_default({"TORCH_DIST_USE_NCCL2": "0"})
 
@@ -83,9 +81,9 @@ def _device_groups() -> list[Any]:
 def abort_device_groups(release_graphs: Callable[[], None] = lambda: None) -> None:
     """Abort the collectives on a device, in every group of this process. Those of gloo end when connections are cut.
 
-    NCCL waits for the end of all CUDA graphs that have its kernels: `release_graphs` lets go of them, at the same time,
-    because one that is being replayed ends when its kernels are aborted. The program may have graphs of its own: what
-    has not ended after a while is left to the end of the process.
+    NCCL waits for the end of all CUDA graphs that have its kernels, so `release_graphs` drops them at the same time: a
+    graph that is being replayed ends when its kernels are aborted. The program may have graphs of its own: what has not
+    ended after a while is left to the end of the process.
     """
 
     def abort() -> None:
@@ -104,7 +102,7 @@ def abort_device_groups(release_graphs: Callable[[], None] = lambda: None) -> No
 def leave_process_group() -> None:
     """Take this process out of its process group, without waiting for ranks that are gone."""
     if dist.is_initialized():
-        # To destroy one of these is to wait for NCCL's watchdog, and that for ranks that are gone.
+        # Destroying one of these waits for NCCL's watchdog, which waits for ranks that are gone.
         for group in _device_groups():
             _LEFT_BEHIND.append(group)
             del dist.distributed_c10d._world.pg_names[group]  # those that are shut down
@@ -113,10 +111,10 @@ def leave_process_group() -> None:
 
 @dataclass(slots=True)
 class ForeignCollectives:
-    """Counts what others launch in `group`, by its sequence number, which advances with each collective.
+    """Counts collectives of the user in `group`, by its sequence number, which advances with each collective.
 
-    `num_seen` are those up to the last call of anything here. Only differences mean something: what was launched before
-    the first call is counted, ours or not. If `group` is None, there is nothing to count.
+    `num_seen` is the count at the last call. Only differences have a meaning: what was launched before the first call
+    is counted, ours or not. If `group` is None, there is nothing to count.
     """
 
     group: Any
@@ -131,7 +129,7 @@ class ForeignCollectives:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Leave out what is launched inside: it is ours. Not to be nested."""
+        """Do not count what is launched in the block. Not to be nested."""
         self.count()
         try:
             yield
@@ -155,9 +153,9 @@ _PER_RANK_S = 0.0005
 
 
 class RollCall:
-    """Waits for all ranks outside of collectives; a rank whose object of this class is gone answers none.
+    """Waits for all ranks outside of collectives.
 
-    A rank that does not come may be in any other collective. Two ranks in different collectives of a group take each
+    A rank that does not answer may be in any other collective. Two ranks in different collectives of a group take each
     other's messages for their own, which ends a process of gloo.
     """
 
@@ -170,8 +168,9 @@ class RollCall:
         self._timeout_s = timeout_s
         self._run = f"bucketddp/{self._access.name}"
         self._name = f"{self._run}/roll_calls/{self._store.add(f'{self._run}/num_roll_calls/{rank}', 1)}"
+        # This rank answers no more when the object is gone, and when the program ends: before a process that has
+        # started others waits for their end.
         leave = weakref.finalize(self, partial(_leave, self._access, f"{self._name}/left/{rank}"))
-        # Also when the program ends, and before a process that has started others waits for their end.
         leave.atexit = False
         atexit.register(leave)
 

@@ -2,13 +2,13 @@
 
 Losses are multiplied by the weights of their micro-batches before backward, the reduction takes the plain mean over the
 ranks, and all ranks exchange the sums of their weights while backward runs: one factor per step makes that mean the
-weighted one, over all ranks and micro-batches. It is exactly 1 when nobody weighs or skips. It is for the gradients of
+weighted one, over all ranks and micro-batches. It is exactly 1 if no rank weighs or skips. It is for the gradients of
 this step alone: what an earlier backward has made final (two losses, one after the other) is put aside meanwhile.
 
 Note: one set of trainable parameters
-    Buckets of different sets must not meet: gloo ends the process, NCCL waits or adds up what does not belong together.
-    Each rank tells its set when a backward begins and looks at the others' when it ends, or at once if its own has
-    changed. So a rank whose set has changed alone launches nothing, and all ranks learn of it before they wait.
+    Buckets of different sets must not be reduced together: gloo ends the process, NCCL waits or adds up what does not
+    belong together. Each rank sends its set when a backward begins and reads those of the others when it ends, or at
+    once if its own has changed. So a rank whose set has changed alone launches nothing, and all learn of it in time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MessageKind(IntEnum):
 
 
 class StepMessage(NamedTuple):
-    """What a rank tells the others."""
+    """What a rank sends to the others."""
 
     kind: MessageKind = MessageKind.STEP
     epoch: int = 0
@@ -54,22 +54,20 @@ class StepMessage(NamedTuple):
     full_weight: float = 0.0  # how much its gradients would count if no step had been skipped
     num_skipped: int = 0  # steps
     stop_signal: int = 0  # the signal that it has received, by which all shall stop; 0: none
-    wants_requeue: bool = False  # it has been told to save and to have the job queued again
-    is_alert: bool = False  # something has gone wrong there that all ranks have to hear of before their next step
+    wants_requeue: bool = False  # it shall save, and have the job queued again
+    is_alert: bool = False  # something has gone wrong there, which all ranks have to know before their next step
     trainable: int = 0  # identifies its set of trainable parameters
     digest: int = 0  # of its weights and optimizer state, in the step in which they are compared; else 0
     batch_digest: int = 0  # of the batches of the step, as long as the first ones are compared; else 0
     num_missing: int = 0  # the gradients that it did not have in its last backward
 
-    @classmethod
-    def from_floats(cls, values: Sequence[float]) -> StepMessage:
-        """Return the message that has travelled as a tensor of `values`, one for each field."""
-        types: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, bool, bool, *[int] * 4)
-        return cls(*[convert(value) for convert, value in zip(types, values, strict=True)])
+
+# A message is sent as a tensor of floats, one for each field.
+_TYPES: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, bool, bool, *[int] * 4)
 
 
 class CombinedMessages(NamedTuple):
-    """What the messages of all ranks come to: sums over the ranks, and the least and greatest value of each field."""
+    """The messages of all ranks: sums over the ranks, and the least and greatest value of each field."""
 
     weight: float = 0.0
     full_weight: float = 0.0
@@ -98,9 +96,8 @@ class StepExchange:
     takes part in the next one even while the others take a step, and each of them learns where the others are, instead
     of waiting in different collectives for each other.
 
-    What a signal handler sets here goes out with the next message, so that all ranks learn of it in the same step.
-    `digest` and `batch_digest` go out with the next message of a step. `has_alert` is asked before each message whether
-    it has to alert the others.
+    What a signal handler sets here is sent with the next message, so that all ranks learn of it in the same step.
+    `digest` and `batch_digest` are sent with the next message of a step. `has_alert` is called before each message.
     """
 
     def __init__(self, collectives: Collectives, *, has_alert: Callable[[], bool] = lambda: False) -> None:
@@ -110,19 +107,19 @@ class StepExchange:
         self.wants_requeue = False
         self.all_stop_by = 0
         self.all_requeue = False
-        self.is_alerted = False  # by some rank; whoever acts on it resets it
+        self.is_alerted = False  # by some rank; reset by the reader
         self._has_alert = has_alert
         self.digest = 0
-        self.digests_differ = False  # whoever reads that resets it
+        self.digests_differ = False  # reset by the reader
         self.batch_digest = 0
-        self.batch_digests: list[int] = []  # those that have come in, by rank
+        self.batch_digests: list[int] = []  # received, by rank
         self.global_ranks = collectives.global_ranks  # by rank in the messages: the rank in the run
         self._hosts: Collectives | None = collectives.host_group()
         self._in_flight: deque[PendingGather] = deque()
         self._newest = CombinedMessages()
 
     def send(self, kind: MessageKind, **fields: Any) -> None:
-        """Send a message with these `fields` to all ranks; `receive` returns what theirs come to."""
+        """Send a message with these `fields` to all ranks; `receive` returns those of all."""
         digest = batch_digest = 0
         if kind == MessageKind.STEP:
             digest, self.digest = self.digest, 0
@@ -142,7 +139,7 @@ class StepExchange:
         self._in_flight.append(self._hosts.start_gather(torch.tensor(message, dtype=torch.float64)))
 
     def receive(self) -> CombinedMessages:
-        """Return what the newest messages come to. Raises if the ranks are at different places of the loop."""
+        """Return the newest messages. Raises if the ranks are at different places of the loop."""
         while self._in_flight:
             self._newest = self._take_next()
         newest, self._newest = self._newest, CombinedMessages()
@@ -164,8 +161,9 @@ class StepExchange:
         return is_quiet
 
     def _take_next(self) -> CombinedMessages:
-        sent = self._in_flight.popleft().wait()
-        combined = CombinedMessages.of([StepMessage.from_floats(numbers.tolist()) for numbers in sent])
+        by_rank = [values.tolist() for values in self._in_flight.popleft().wait()]
+        messages = [StepMessage(*[kind(x) for kind, x in zip(_TYPES, values, strict=True)]) for values in by_rank]
+        combined = CombinedMessages.of(messages)
         least, greatest = combined.least, combined.greatest
         if (least.kind, least.epoch) != (greatest.kind, greatest.epoch):
             raise OutOfStepError(_explain(dict(zip(self.global_ranks, combined.by_rank, strict=True))))
@@ -206,7 +204,7 @@ class Weighting:
     # have weight one, and only what falls short of that is made up for.
     by_weight: bool
     nobody_contributed: bool = False  # to the gradients of a step, which may be those of several backwards
-    has_stepped: bool = True  # since the last synchronised backward; whoever takes the step sets it
+    has_stepped: bool = True  # since the last synchronised backward; set by the caller that takes the step
     trainable_differs: bool = False
     some_miss: bool = False  # whether a rank has missed a gradient in the backward before the last
     _num_missing: int = 0
@@ -230,14 +228,14 @@ class Weighting:
         self._put_aside = None
 
     def looks_at_earlier(self, *, syncs: bool) -> bool:
-        """Return whether it matters to the backward that comes next what gradients were before it."""
+        """Return whether the backward that comes next depends on what gradients were before it."""
         return self.by_weight or not syncs or sum(self._weights) < len(self._weights)
 
     def begin(self, params: Sequence[Tensor], *, syncs: bool, trainable: tuple[bool, ...]) -> bool:
-        """Tell the other ranks, if the backward synchronises, what the gradients of this step weigh here.
+        """Send the weight of this rank's gradients to the others, if the backward synchronises.
 
-        Return whether the set has changed: then `factor` must be asked for before anything is launched (Note: one set
-        of trainable parameters).
+        Return whether the set has changed: then `factor` must be called before anything is launched (Note: one set of
+        trainable parameters).
         """
         looks_at_earlier = self.looks_at_earlier(syncs=syncs)
         trained = [param for param, trains in zip(params, trainable, strict=True) if trains] if looks_at_earlier else []
@@ -258,11 +256,10 @@ class Weighting:
                 if param.grad is not None:
                     param.grad.sub_(earlier, alpha=1 - sum(self._weights) / len(self._weights))
         if syncs:
-            full_weight = bool(self._weights) if self.by_weight else len(self._weights)
             self.exchange.send(
                 MessageKind.STEP,
                 weight=sum(self._weights),
-                full_weight=full_weight,
+                full_weight=bool(self._weights) if self.by_weight else len(self._weights),
                 num_skipped=self._num_skipped,
                 trainable=self._trainable_id,
                 num_missing=self._num_missing,
@@ -273,13 +270,13 @@ class Weighting:
 
     def factor(self) -> tuple[float, int]:
         """Return what the plain mean over the ranks has to be multiplied by, and how many steps they have skipped."""
-        told = self.exchange.receive()
-        self.some_miss = told.greatest.num_missing > 0
-        self.trainable_differs = told.least.trainable != told.greatest.trainable
-        self._adds_nothing = told.weight == 0 and told.full_weight > 0
+        received = self.exchange.receive()
+        self.some_miss = received.greatest.num_missing > 0
+        self.trainable_differs = received.least.trainable != received.greatest.trainable
+        self._adds_nothing = received.weight == 0 and received.full_weight > 0
         self.nobody_contributed = self._adds_nothing and (self.has_stepped or self.nobody_contributed)
         self.has_stepped = False
-        return told.full_weight / told.weight if told.weight > 0 else 1.0, told.num_skipped
+        return received.full_weight / received.weight if received.weight > 0 else 1.0, received.num_skipped
 
     def compare_missing(self, missing: Collection[int], *, some_miss: bool) -> bool:
         """Return whether all ranks are known to miss the gradients of the same parameters, in a backward that ends.
@@ -292,7 +289,7 @@ class Weighting:
         return self.exchange.compare(id_of(repr(sorted(missing)).encode()))
 
     def end(self) -> None:
-        """Give back what was put aside: the gradients of the step are final."""
+        """Add what was put aside: the gradients of the step are final."""
         for param, earlier in self._put_aside or () if self.by_weight or self._adds_nothing else ():
             param.grad = earlier if param.grad is None else param.grad.add_(earlier)
         self._put_aside = None

@@ -10,7 +10,8 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from pathlib import Path
@@ -19,9 +20,9 @@ from typing import Any
 
 from torch.multiprocessing.spawn import ProcessException
 
-from lightning_bucketddp.wording import printable
+from lightning_bucketddp.wording import from_untrusted, printable
 
-# A failure travels through the store and is read by every rank: enough to find the line.
+# Of frameworks. A failure is sent through the store and read by every rank, so it is short.
 _NUM_FRAMES = 8
 _NUM_CHARACTERS = 2000
 _MOST_CHARACTERS_SHOWN = 20_000
@@ -31,13 +32,9 @@ _FRAME = re.compile(r'  File "(.*)", line \d+.*\n(?:    .*\n)*')
 
 
 class RankFailedError(RuntimeError):
-    """Another rank has failed, and training needs all of them.
+    """Another rank has failed, and training needs all of them."""
 
-    Attributes:
-        stack: where that rank has raised, which it shows itself; "" if it was not by an exception.
-    """
-
-    stack = ""
+    stack = ""  # where that rank has raised, which it shows itself; "" if it was not by an exception
 
 
 class Kind(str, Enum):
@@ -52,7 +49,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first failure of a run, as every rank learns it."""
+    """The first failure of a run, which every rank learns."""
 
     rank: int
     kind: Kind
@@ -77,14 +74,12 @@ class Failure:
     @classmethod
     def from_dict(cls, content: Any) -> Failure | None:
         """Return the failure that `dataclasses.asdict` was given, also after a way through JSON; None if it is none."""
-        try:
-            failure = cls(**{**content, "kind": Kind(content["kind"])})
-        except (TypeError, ValueError, KeyError):
-            return None
-        return failure if all(type(getattr(failure, f.name)).__name__ == f.type for f in fields(cls)) else None
+        with suppress(TypeError, ValueError, KeyError):
+            return from_untrusted(cls, {**content, "kind": Kind(content["kind"])})
+        return None
 
     def is_of(self, error: BaseException) -> bool:
-        """Return whether `error` is this failure, rather than what came of it."""
+        """Return whether `error` is this failure, rather than a consequence of it."""
         return self.what == _in_words(error)
 
     def describe(self, *, with_stack: bool = True) -> str:
@@ -98,7 +93,7 @@ class Failure:
             Kind.STOPPED: f"{who} was told to stop{where} by {signal_name(self.signal)}.",
             Kind.LOST: f"{who} can no longer be reached{where}: {self.what}.",
         }[self.kind]
-        # It may have come through the store, to which anyone can write who reaches it.
+        # It may be untrusted input, from the store.
         return printable((sentence + (self._titled_stack if with_stack else ""))[:_MOST_CHARACTERS_SHOWN])
 
     @property
@@ -110,7 +105,7 @@ class Failure:
         return self.describe(with_stack=False)
 
     def error_for(self, rank: int) -> RankFailedError:
-        """Return the error for `rank` to raise, which has not failed by an exception of its own."""
+        """Return the error for `rank`, which has not failed by an exception of its own."""
         why = "another rank failed first" if rank != self.rank else "the others no longer wait for it"
         has_raised = self.kind is Kind.RAISED
         about = self.describe(with_stack=not has_raised)
@@ -144,7 +139,7 @@ class ShortTracebacks:
 
 
 def show_error(show: Callable[..., Any], error: BaseException) -> None:
-    """Have `show`, a `sys.excepthook`, show an error at the end of a program."""
+    """Show an error at the end of a program by `show`, a `sys.excepthook`."""
     one: BaseException | None = error
     while one is not None:
         one.__traceback__ = None if isinstance(one, RankFailedError) else _without_frameworks(one)
@@ -157,7 +152,7 @@ def _without_frameworks(error: BaseException) -> TracebackType | None:
     while link is not None:
         links.append(link)
         link = link.tb_next
-    # What another process has raised did not come about where this one has waited for it.
+    # Of what another process has raised, frames of this one would not help.
     says_all = isinstance(error, ProcessException) or getattr(error, "says_all", False)
     most_of_frameworks = 0 if says_all else _NUM_FRAMES
     kept: TracebackType | None = None

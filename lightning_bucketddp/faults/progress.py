@@ -1,10 +1,10 @@
 """Where this rank is in the run, written by the training thread and read by the watchdog, and how that thread is ended.
 
 Note: no garbage collection
-    To look at the frames of another thread, Python makes objects for them. Before Python 3.12 this may collect garbage,
-    and a tensor among it lets go of the GIL. The other thread then leaves the frame that is being looked at, which
-    corrupts memory; or both wait for ever for the list of threads (python/cpython#106883). So no garbage is collected
-    meanwhile, and a thread whose phases are short, as in a healthy run, is not looked at.
+    To read the frames of another thread, Python makes objects for them. Before Python 3.12 this may collect garbage,
+    and a tensor among it releases the GIL. The other thread then leaves the frame that is being read, which corrupts
+    memory; or both wait for ever for the list of threads (python/cpython#106883). So no garbage is collected meanwhile,
+    and the frames of a thread whose phases are short, as in a healthy run, are not read.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ SAVING = "saving a checkpoint"
 ABOUT_TO_SAVE = "saving together"
 BETWEEN_STEPS = "callbacks"
 _SET_UP = "set-up"
-# In these, only the stack tells whether data is being loaded.
+# In these phases, the stack shows whether data is being loaded.
 _MAY_LOAD_DATA = (_SET_UP, BETWEEN_STEPS)
 _DATA_LOADING = re.compile(r"/torch/utils/data/|/loops/fetchers\.py$")
 # Half a step of an optimizer, or half a file, is worse than a late end.
 _NOT_TO_BE_INTERRUPTED = (OPTIMIZER, SAVING)
 # Within this after an optimizer's step the trainer has counted it.
 _COUNTED_WITHIN_S = 0.3
-# What gloo and NCCL say when another rank is gone, for waits that are not in `waiting_in`.
+# In messages of gloo and NCCL when another rank is gone, for waits that are not in `waiting_in`.
 _BROKEN_CONNECTION = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
-# In a phase that has lasted no longer, nobody looks at the stack.
+# In a phase that has lasted no longer, the stack is not read.
 _BRIEF_S = 0.5
 # The key among an exception's attributes under which `Progress.during` keeps the phase that it has left.
 _RAISED_IN = "_bucketddp_raised_in"
@@ -52,7 +52,7 @@ _COLLECTION_IS_OFF = threading.Lock()
 
 
 class Progress:
-    """The phase of this rank, and whether it has been told to end.
+    """The phase of this rank, and whether it has to end.
 
     Entering a phase costs the training thread next to nothing. It raises if the run is over, so that a rank ends
     between phases rather than inside one. A thread that is inside a file of `waiting_in` waits for other ranks.
@@ -99,7 +99,7 @@ class Progress:
         try:
             yield
         except BaseException as error:
-            # Whoever reports the error does so later, when another phase goes on.
+            # The error is reported later, in another phase.
             vars(error).setdefault(_RAISED_IN, self.describe())
             self._begin(outer)
             raise
@@ -143,14 +143,14 @@ class Progress:
 
     def was_waiting(self, error: BaseException) -> bool:
         """Return whether `error`, or what it was raised from, came out of a wait for other ranks."""
-        seen: BaseException | None = error
-        while seen is not None:
-            frames = traceback.extract_tb(seen.__traceback__)
-            if isinstance(seen, RuntimeError) and (
-                (frames and frames[-1].filename in self._waiting_in) or _BROKEN_CONNECTION.search(str(seen))
+        cause: BaseException | None = error
+        while cause is not None:
+            frames = traceback.extract_tb(cause.__traceback__)
+            if isinstance(cause, RuntimeError) and (
+                (frames and frames[-1].filename in self._waiting_in) or _BROKEN_CONNECTION.search(str(cause))
             ):
                 return True
-            seen = seen.__cause__ or seen.__context__
+            cause = cause.__cause__ or cause.__context__
         return False
 
     def stack(self) -> str:
@@ -184,8 +184,8 @@ class Shutdown:
     """Ends the thread that trains, with more and more force (docs/design/failure-protocol.md).
 
     It ends, in this order: at its next collective, which fails; at the beginning of its next phase; by an exception
-    that a signal raises wherever its program is; by leaving the process at once. The last two spare a rank that is
-    writing a checkpoint or in the middle of an optimizer's step. Callbacks may take `timeout_s`.
+    that a signal raises wherever its program is; by leaving the process at once. The last two wait for a checkpoint
+    that is being written and for an optimizer's step. Callbacks may take `timeout_s`.
     """
 
     progress: Progress
@@ -199,7 +199,7 @@ class Shutdown:
     _pressed_at: float | None = None
 
     def abort(self, failure: Failure) -> None:
-        """End every collective, and have the thread end."""
+        """End every collective, and make the thread end."""
         if not self.has_aborted:
             if self.raised_at is None:
                 self.progress.end_with = lambda: failure.error_for(self.rank)
@@ -207,17 +207,17 @@ class Shutdown:
             self.cut()
 
     def press(self, failure: Failure) -> None:
-        """Make the thread end, with the next means if it has had its time."""
+        """Make the thread end, by stronger means the longer it takes."""
         now = time.monotonic()
         if not self.has_aborted:
-            return  # all have raised together: what the program does then is its own affair
+            return  # all have raised together, and the program decides what it does then
         if self.raised_at is not None:
             if now - self.raised_at > self.timeout_s:
                 self._exit(failure, why="its callbacks take too long")
         elif not self.progress.may_be_interrupted:
             self._pressed_at = None
         else:
-            self._pressed_at = now if self._pressed_at is None else self._pressed_at
+            self._pressed_at = self._pressed_at or now
             if now - self._pressed_at > _EXIT_AFTER_S:
                 self._exit(failure, why="it cannot be interrupted")
             elif now - self._pressed_at > _INTERRUPT_AFTER_S:

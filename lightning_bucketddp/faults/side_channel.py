@@ -1,14 +1,13 @@
-"""What the watchdogs of all ranks tell each other outside of collectives: through the store of their process group.
+"""What watchdogs exchange outside of collectives, through the store of their process group; processes on this host.
 
-JSON only. The store has no password: what is no JSON, or has another shape than a rank writes, counts as not there, so
-that untrusted input ends no thread of ours. Ranks on one host see each other's processes, too: these may have died, or
-be frozen, and with one of them the store.
+The store has no password: JSON that has another shape than what a rank writes counts as missing, so that untrusted
+input ends no thread of ours.
 
 Note: one saver
     At most one rank saves. Each rank that ends waits for the lower ones, as long as they may come, and then claims to
-    be the saver; the store keeps the first claim. If the store has died with rank zero, whoever makes a file first is
-    the saver, in the directory of the checkpoints. The rank whose exception ends the run saves only if it is rank zero:
-    it may be in the middle of a step (docs/design/saver.md).
+    be the saver; the store keeps the first claim. If the store has died with rank zero, the first rank to make a file
+    is the saver, in the directory of the checkpoints. The rank whose exception ends the run saves only if it is rank
+    zero: it may be in the middle of a step (docs/design/saver.md).
 """
 
 from __future__ import annotations
@@ -25,58 +24,63 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.faults.failure import Failure, Kind, describe_exit
-from lightning_bucketddp.processes import Worker, pid_namespace, process_state
+from lightning_bucketddp.processes import Worker, pid_scope, process_state
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 log = logging.getLogger(__name__)
 
-_LOOKS_EVERY_S = 0.2
+_CHECK_EVERY_S = 0.2
 # Thousands of ranks ask less often, so that together they ask no more than the store can answer.
 _PER_RANK_S = 0.0005
+# The store answers at once, unless its process is stopped.
+_ANSWERS_WITHIN_S = 10.0
 
 _Value = TypeVar("_Value")
-_Answer = TypeVar("_Answer")
-
-
-class StoreSilentError(RuntimeError):
-    """The store does not answer now; it may later."""
 
 
 class SideChannel:
     """Keys in the store that begin with `name`, which is that of one run: the store outlives it.
 
-    Over a connection of its own: a thread that waits for an answer of the store keeps others waiting. And by a thread
-    of its own: the process of the store may be stopped after it was asked, and then the one that asks waits for ever.
+    Every question returns None if the store does not answer, because it is lost, or its process is stopped.
+
+    The channel has a connection of its own, because a thread that waits for an answer keeps others waiting; and a
+    thread of its own, which waits for ever if the process of the store is stopped after it was asked.
+
+    Args:
+        connections: those of this process to other hosts.
+        store_rank: the rank whose process holds the store; None if no rank's does.
     """
 
-    def __init__(self, store: Store, *, name: str, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        name: str,
+        rank: int,
+        world_size: int,
+        connections: Connections | None = None,
+        store_rank: int | None = None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
-        # Asked while a question waits: whether the store cannot answer. Then there is a `StoreSilentError`.
-        self.is_silent: Callable[[], bool] = lambda: False
+        self.connections = connections or Connections()
+        self.store_rank = store_rank
+        self.local_ranks = LocalRanks(self)
+        self.is_lost = False  # the connection to the store is broken, for good
+        # A name of this run that is the same on all ranks. A digest, fit for the name of a file: a part of `name` is
+        # from the store (untrusted input).
+        self.run_id = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
         self._store = store
         self._name = name
         self._worker = Worker("bucketddp-store", stops_at_error=False)
-        self._asked_at: float | None = None
-
-    @property
-    def silent_for_s(self) -> float:
-        """Return how long the store has not answered what it was asked last; 0 if it has."""
-        asked_at = self._asked_at
-        return 0.0 if asked_at is None else time.monotonic() - asked_at
-
-    @property
-    def run_id(self) -> str:
-        """A name of this run, of 16 hex digits, that no other has and that is the same on all ranks."""
-        # A digest, fit for the name of a file: a part of our own name is from the store (untrusted input).
-        return hashlib.blake2b(self._name.encode(), digest_size=8).hexdigest()
+        self._asked_at: float | None = None  # None: the store has answered everything
 
     def interval(self, at_least: float) -> float:
         """Return the seconds between two questions of a rank that asks again and again."""
@@ -85,6 +89,7 @@ class SideChannel:
     def close(self) -> None:
         """End the thread that asks the store, as soon as the store has answered it."""
         self._worker.close()
+        self.local_ranks.close()
 
     def set(self, key: str, value: Any) -> None:
         self._ask(lambda: self._store.set(self._key(key), json.dumps(value)))
@@ -99,34 +104,35 @@ class SideChannel:
 
         def question() -> Any:
             # Asking for a key that is not there would wait for it.
-            return self._store.get(self._key(key)) if self._store.check([self._key(key)]) else b""
+            return self._store.get(self._key(key)) if self._store.check([self._key(key)]) else None
 
         value = _parse(self._ask(question))
         return value if isinstance(value, kind) else None
 
-    def add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter, and return the sum."""
-        return int(self._ask(lambda: self._store.add(self._key(key), amount)))
-
-    def is_among_first(self, number: int, what: str) -> bool:
-        """Return whether this rank is one of the first `number` that ask this of `what`."""
-        return self.add(what) <= number
-
-    def last_beats(self) -> dict[int, dict[str, Any]]:
-        """Return the newest heartbeats of the other ranks, by rank, without those that have sent none."""
+    def get_of_others(self, kind: str) -> dict[int, Any]:
+        """Return what is under "`kind`/`rank`", by rank, of all other ranks that have written something there."""
         ranks = [rank for rank in range(self.world_size) if rank != self.rank]
-        keys = [self._key(f"beat/{rank}") for rank in ranks]
+        keys = [self._key(f"{kind}/{rank}") for rank in ranks]
 
         def question() -> list[Any]:
             if self._store.check(keys):  # two questions, however many ranks there are
                 return list(self._store.multi_get(keys))
-            return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+            return [self._store.get(key) if self._store.check([key]) else None for key in keys]
 
-        beats = zip(ranks, map(_parse, self._ask(question) if keys else ()), strict=True)
-        return {rank: beat for rank, beat in beats if isinstance(beat, dict)}
+        values = map(_parse, (self._ask(question) or ()) if keys else ())
+        return {rank: value for rank, value in zip(ranks, values, strict=False) if value is not None}
+
+    def add(self, key: str, amount: int = 1) -> int | None:
+        """Add to a counter, and return the sum."""
+        return self._ask(lambda: int(self._store.add(self._key(key), amount)))  # type: ignore[no-any-return]
+
+    def is_among_first(self, number: int, what: str) -> bool:
+        """Return whether this rank is one of the first `number` that ask this of `what`, or the store is silent."""
+        count = self.add(what)
+        return count is None or count <= number
 
     def report(self, failure: Failure) -> Failure:
-        """Tell the others of `failure`; return the first one that any rank has reported: that one counts."""
+        """Report `failure` to the others; return the first one that any rank has reported: that one counts."""
         first = Failure.from_dict(self.first("failure", asdict(failure)))
         if first is None:  # untrusted input
             self.set("failure", asdict(failure))
@@ -134,6 +140,30 @@ class SideChannel:
 
     def failure(self) -> Failure | None:
         return Failure.from_dict(self.get("failure", dict))
+
+    @property
+    def can_ask(self) -> bool:
+        return not self.is_lost and not self.is_silent
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether the store does not answer now: its process is frozen, or its host cannot be reached."""
+        store_host = self.connections.store_host
+        is_unreachable = store_host is not None and store_host in self.connections.silent_hosts
+        holder = None if self.store_rank is None else self.local_ranks.processes.get(self.store_rank)
+        return is_unreachable or self._is_late or (holder is not None and holder.is_frozen)
+
+    def frozen_ranks(self) -> list[int]:
+        """Return the ranks that are known to be frozen: on this host, and the one whose store does not answer."""
+        frozen = {rank for rank, process in self.local_ranks.processes.items() if process.is_frozen}
+        return sorted(frozen | ({self.store_rank} if self._is_late and self.store_rank is not None else set()))
+
+    @property
+    def _is_late(self) -> bool:
+        """Return whether the store of another rank should have answered long ago."""
+        asked_at = self._asked_at
+        is_late = asked_at is not None and time.monotonic() - asked_at > self.interval(_ANSWERS_WITHIN_S)
+        return is_late and self.store_rank not in (self.rank, None)
 
     def _key(self, key: str) -> str:
         return f"{self._name}/{key}"
@@ -146,41 +176,35 @@ class SideChannel:
             finally:
                 self._asked_at = None
 
+        if not self.can_ask:
+            return None
         answer = self._worker.submit(timed)
-        while not wait([answer], timeout=_LOOKS_EVERY_S).done:
-            if self.is_silent():
-                raise StoreSilentError(f"The store does not answer rank {self.rank}.")
-        return answer.result()
+        while not wait([answer], timeout=_CHECK_EVERY_S).done:
+            self.connections.check()
+            if self.is_silent:
+                return None
+        try:
+            return answer.result()
+        except RuntimeError as error:  # torch's network errors are no `OSError`s
+            self.is_lost = True
+            log.debug("bucketddp: rank %d has lost the store: %s", self.rank, error)
+            return None
 
 
-def _parse(raw: bytes) -> Any:
-    """Return what the JSON `raw` says; None if it is none."""
+def _parse(raw: bytes | None) -> Any:
+    """Return the value of the JSON `raw`; None if it is none."""
     try:
-        return json.loads(raw)
+        return None if raw is None else json.loads(raw)
     except (ValueError, RecursionError):
         return None
 
 
-# Linux 6.15 and later tell how a process ended, also to those that are not its parent (`PIDFD_GET_INFO`).
+# Since Linux 6.15 the kernel reports how a process ended, also to those that are not its parent (`PIDFD_GET_INFO`).
 _GET_INFO = 0xC040FF0B
 _INFO_SIZE = 64
 _WITH_EXIT = 1 << 3
-# How a process ended is known to its parent, or to all where the system tells: so long the others wait for who knows.
+# The others wait so long for a rank that knows how a process ended, such as its parent.
 _STATUS_WITHIN_S = 0.7
-# The store answers at once, unless its process is stopped.
-_ANSWERS_WITHIN_S = 10.0
-
-
-def place() -> str:
-    """Return a name of this host and PID namespace, in which process numbers mean the same."""
-    return f"{socket.gethostname()}/{pid_namespace()}"
-
-
-def introduce(channel: SideChannel, *, pid: int, place: str) -> None:
-    """Tell the ranks at `place` which process this rank is."""
-    number = channel.add(f"num_at/{place}")
-    channel.set(f"identity/{place}/{number}", {"rank": channel.rank, "pid": pid})
-    channel.add("num_introduced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +222,7 @@ class LocalProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """Return the exit status, negative for a signal; None if the system does not tell."""
+        """Return the exit status, negative for a signal; None if the kernel does not report it."""
         import fcntl  # not on every platform
 
         info = bytearray(struct.pack("QQ", _WITH_EXIT, 0).ljust(_INFO_SIZE, b"\0"))
@@ -214,119 +238,69 @@ class LocalProcess:
         return process_state(self.pid) in ("T", "t") and not self.has_ended
 
 
-@dataclass(eq=False)
 class LocalRanks:
-    """The processes of the other ranks on this host, found as they `introduce` themselves in the side channel."""
+    """The processes of the other ranks on this host, which they `introduce` in the side channel."""
 
-    channel: SideChannel
-    exit_status_of: Callable[[int], int | None]
-    are_known: bool = False  # all ranks have introduced themselves
-    _known: set[int] = field(default_factory=set)
-    _processes: dict[int, LocalProcess] = field(default_factory=dict)
-    _ended_at: dict[int, float] = field(default_factory=dict)
+    def __init__(self, channel: SideChannel) -> None:
+        # The host, and where process numbers mean the same.
+        self.place = f"{socket.gethostname()}/{pid_scope()}"
+        self.are_known = False
+        self.processes: dict[int, LocalProcess] = {}  # by rank
+        self._channel = channel
+        self._ended_at: dict[int, float] = {}
+
+    def introduce(self, pid: int) -> None:
+        """Report to the other ranks which process this rank is."""
+        self._channel.set(f"identity/{self._channel.rank}", {"place": self.place, "pid": pid})
+        self._channel.add("num_introduced")
 
     def discover(self) -> None:
-        """Look for ranks on this host that have introduced themselves since the last call."""
-        if self.are_known:
+        """Find the processes of this host, as soon as all ranks have introduced themselves."""
+        if self.are_known or self._channel.add("num_introduced", 0) != self._channel.world_size:
             return
-        world_size = self.channel.world_size
-        are_all_there = self.channel.add("num_introduced", 0) == world_size
-        for number in range(1, min(self.channel.add(f"num_at/{place()}", 0), world_size) + 1):
-            if number in self._known:
-                continue
-            if (introduced := self.channel.get(f"identity/{place()}/{number}", dict)) is None:
-                continue  # not written yet
-            self._known.add(number)
-            rank, pid = introduced.get("rank"), introduced.get("pid")
-            if type(rank) is int and type(pid) is int and rank not in (self.channel.rank, *self._processes):
-                with suppress(OSError, OverflowError, AttributeError):  # it is gone, or the system has no handles
-                    self._processes[rank] = LocalProcess(pid, os.pidfd_open(pid))
-        self.are_known = are_all_there
+        found: dict[int, LocalProcess] = {}
+        for rank, identity in self._channel.get_of_others("identity").items():
+            if isinstance(identity, dict) and identity.get("place") == self.place:
+                pid: Any = identity.get("pid")
+                # It is gone, the system has no handles, or the number is no process's.
+                with suppress(OSError, OverflowError, AttributeError, TypeError):
+                    found[rank] = LocalProcess(pid, os.pidfd_open(pid))
+        self.processes, self.are_known = found, True
 
-    def find_death(self, *, has_left: Callable[[int, int | None], bool]) -> Failure | None:
-        """Return the death of a rank on this host that was not through; `has_left` is asked by rank and exit status."""
-        for rank, process in self._processes.items():
+    def find_death(self, exit_status_of: Callable[[int], int | None]) -> Failure | None:
+        """Return the death of a rank on this host in the middle of the run.
+
+        `exit_status_of` returns how the process of a rank ended, if this process has started it.
+        """
+        for rank, process in self.processes.items():
             if not process.has_ended:
                 continue
             ended_at = self._ended_at.setdefault(rank, time.monotonic())
             status = process.exit_status
-            status = self.exit_status_of(rank) if status is None else status
-            if has_left(rank, status):
+            status = exit_status_of(rank) if status is None else status
+            has_left = self._channel.get(f"left/{rank}", int) is not None
+            if has_left or (status == 0 and not self._channel.can_ask):
                 continue
             if status is not None or time.monotonic() - ended_at > _STATUS_WITHIN_S:
                 where = f"process {process.pid} on {socket.gethostname()}"
                 return Failure(rank=rank, kind=Kind.DIED, what=describe_exit(status), process=where)
         return None
 
-    def numbers(self) -> list[int]:
-        return list(self._processes)
-
     def gone(self) -> list[int]:
-        """Return the ranks whose processes have ended or are frozen: they learn nothing any more."""
-        return [rank for rank, process in self._processes.items() if process.has_ended or process.is_frozen]
-
-    def frozen(self) -> list[int]:
-        return [rank for rank, process in self._processes.items() if process.is_frozen]
+        """Return the ranks whose processes have ended or are frozen."""
+        return [rank for rank, process in self.processes.items() if process.has_ended or process.is_frozen]
 
     def kill_frozen(self) -> None:
         """Kill the processes that cannot end by themselves."""
-        for rank in self.frozen():
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._processes[rank].handle, signal.SIGKILL)
+        for process in self.processes.values():
+            if process.is_frozen:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process.handle, signal.SIGKILL)
 
     def close(self) -> None:
-        for process in self._processes.values():
+        for process in self.processes.values():
             os.close(process.handle)
-        self._processes.clear()
-
-
-@dataclass(eq=False)
-class GuardedStore:
-    """Asks the store only while it answers."""
-
-    channel: SideChannel
-    local_ranks: LocalRanks
-    connections: Connections
-    store_rank: int | None  # whose process holds the store; None if no rank's does
-    is_lost: bool = False  # the connection to the store is broken, for good
-
-    def __post_init__(self) -> None:
-        def is_silent() -> bool:
-            self.connections.look()
-            return self.is_silent
-
-        self.channel.is_silent = is_silent
-
-    @property
-    def can_ask(self) -> bool:
-        return not self.is_lost and not self.is_silent
-
-    @property
-    def is_silent(self) -> bool:
-        """Return whether the store does not answer now: its process is frozen, or its host cannot be reached."""
-        store_host = self.connections.store_host
-        is_unreachable = store_host is not None and store_host in self.connections.silent_hosts
-        return is_unreachable or self.store_rank in self.frozen_ranks()
-
-    def frozen_ranks(self) -> list[int]:
-        """Return the ranks that are known to be frozen: on this host, and the one whose store does not answer."""
-        frozen = self.local_ranks.frozen()
-        is_silent = self.channel.silent_for_s > self.channel.interval(_ANSWERS_WITHIN_S)
-        if is_silent and self.store_rank is not None and self.store_rank not in (self.channel.rank, *frozen):
-            frozen.append(self.store_rank)
-        return frozen
-
-    def ask(self, exchange: Callable[[], _Answer]) -> _Answer | None:
-        """Return what `exchange` gets from the store; None if the store does not answer."""
-        if self.can_ask:
-            try:
-                return exchange()
-            except StoreSilentError:
-                pass
-            except RuntimeError as error:  # torch's network errors are no `OSError`s
-                self.is_lost = True
-                log.debug("bucketddp: rank %d has lost the store: %s", self.channel.rank, error)
-        return None
+        self.processes.clear()
 
 
 # Longer than a rank that hangs may take to end.
@@ -340,14 +314,12 @@ class SaverElection:
     `claim_file` returns whether this rank is the first to make a file for this run.
     """
 
-    def __init__(self, store: GuardedStore, *, claim_file: Callable[[str], bool]) -> None:
-        self._store = store
-        self._channel = store.channel
-        self._local_ranks = store.local_ranks
-        self._claim_file = claim_file
+    def __init__(self, channel: SideChannel, *, claim_file: Callable[[str], bool]) -> None:
         self.is_own: bool | None = None  # whether the saver is this rank; None: not known yet
+        self._channel = channel
+        self._claim_file = claim_file
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check whether a rank is the saver by now."""
         if self.is_own is None and (saver := self._channel.get("saver", int)) is not None:
             self.is_own = saver == self._channel.rank
@@ -360,18 +332,18 @@ class SaverElection:
         deadline = time.monotonic() + _COMES_WITHIN_S
         while self.is_own is None and time.monotonic() < deadline and self._may_lower_rank_come(failure):
             time.sleep(self._channel.interval(_ASKS_FOR_SAVER_EVERY_S))
-            self._store.ask(self.look)
+            self.check()
         if self.is_own is None:
-            saver = self._store.ask(lambda: self._channel.first("saver", rank))
+            saver = self._channel.first("saver", rank)
             # On the other side of a network that is cut, ranks may find the store gone, and save as well.
             needs_file = saver is None or (saver == rank and failure.kind is Kind.LOST)
             self.is_own = self._claim_file(self._channel.run_id) if needs_file else saver == rank
         return self.is_own
 
     def _may_lower_rank_come(self, failure: Failure) -> bool:
-        lower = set(range(self._channel.rank)).difference(self._local_ranks.gone())
+        lower = set(range(self._channel.rank)).difference(self._channel.local_ranks.gone())
         if failure.kind in (Kind.DIED, Kind.LOST):
             lower.discard(failure.rank)
-        if not self._store.can_ask:
-            lower.intersection_update(self._local_ranks.numbers())  # of others nobody can hear
+        if not self._channel.can_ask:
+            lower.intersection_update(self._channel.local_ranks.processes)  # the others cannot claim anything
         return bool(lower)

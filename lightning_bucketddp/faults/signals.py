@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.faults.progress import Progress
@@ -33,90 +33,80 @@ _HANDLED_WITHIN_S = 1.0
 
 
 class SignalWakeup:
-    """Tells another thread which signals this process has received (Note: signals in a collective).
+    """Reports to another thread which signals this process has received (Note: signals in a collective).
 
-    Only those that have a handler in Python: others end the process, or are ignored.
+    Only those that have a handler in Python: others end the process, or are ignored. A process has one descriptor,
+    which all objects of this class share.
     """
+
+    _installed: ClassVar[list[SignalWakeup]] = []
+    _sockets: ClassVar[tuple[socket.socket, socket.socket] | None] = None
+    _previous: ClassVar[int] = -1  # the descriptor of somebody else
+    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
         self._numbers: deque[int] = deque()
 
     def install(self) -> None:
         """Begin to listen. Does nothing outside of the main thread: signals come only to that one."""
-        if _is_main_thread():
-            _DESCRIPTOR.add(self._numbers)
-
-    def uninstall(self) -> None:
-        _DESCRIPTOR.remove(self._numbers)
-
-    def received(self) -> list[int]:
-        """Return the numbers of the signals that came since the last call."""
-        _DESCRIPTOR.read()
-        return [self._numbers.popleft() for _ in range(len(self._numbers))]
-
-
-class _WakeupDescriptor:
-    """The descriptor, of which a process has one, and all who listen to it."""
-
-    def __init__(self) -> None:
-        self._listeners: list[deque[int]] = []
-        self._sockets: tuple[socket.socket, socket.socket] | None = None
-        self._previous = -1
-        self._lock = threading.Lock()
-
-    def add(self, listener: deque[int]) -> None:
-        if self._sockets is None:
+        if not _is_main_thread():
+            return
+        cls = SignalWakeup
+        if cls._sockets is None:
             reader, writer = socket.socketpair()
             reader.setblocking(False)
             writer.setblocking(False)
-            self._previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-            self._sockets = reader, writer
-        self._listeners.append(listener)
+            cls._previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            cls._sockets = reader, writer
+        cls._installed.append(self)
 
-    def remove(self, listener: deque[int]) -> None:
-        self._listeners = [other for other in self._listeners if other is not listener]
+    def uninstall(self) -> None:
+        cls = SignalWakeup
+        cls._installed = [other for other in cls._installed if other is not self]
         # Only the main thread can give the descriptor back. Until then it stays open: its number must not become that
         # of another file.
-        if self._sockets is not None and not self._listeners and _is_main_thread():
-            reader, writer = self._sockets
-            theirs = signal.set_wakeup_fd(self._previous, warn_on_full_buffer=False)
-            if theirs not in (writer.fileno(), -1):
-                signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)  # somebody else has taken it meanwhile
-            self._sockets = None
-            with self._lock:
+        if cls._sockets is not None and not cls._installed and _is_main_thread():
+            reader, writer = cls._sockets
+            current = signal.set_wakeup_fd(cls._previous, warn_on_full_buffer=False)
+            if current not in (writer.fileno(), -1):
+                signal.set_wakeup_fd(current, warn_on_full_buffer=False)  # somebody else has taken it meanwhile
+            cls._sockets = None
+            with cls._lock:
                 reader.close()
                 writer.close()
 
-    def read(self) -> None:
-        with self._lock, suppress(OSError):  # there is nothing to read, or it is closed
-            if self._sockets is None:
-                return
-            numbers = self._sockets[0].recv(4096)
-            for listener in self._listeners:
-                listener.extend(numbers)
-            if self._previous != -1:
-                os.write(self._previous, numbers)
+    def received(self) -> list[int]:
+        """Return the numbers of the signals that came since the last call."""
+        cls = SignalWakeup
+        with cls._lock, suppress(OSError):  # there is nothing to read, or it is closed
+            if cls._sockets is not None:
+                numbers = cls._sockets[0].recv(4096)
+                for wakeup in cls._installed:
+                    wakeup._numbers.extend(numbers)
+                if cls._previous != -1:
+                    os.write(cls._previous, numbers)
+        return [self._numbers.popleft() for _ in range(len(self._numbers))]
 
-    def leave_to_parent(self) -> None:
-        """In a forked child (a data worker, say) give the descriptor back: its signals are none of its parent's."""
-        if self._sockets is not None:
-            signal.set_wakeup_fd(self._previous, warn_on_full_buffer=False)
-        self._listeners, self._sockets, self._lock = [], None, threading.Lock()
+    @classmethod
+    def leave_to_parent(cls) -> None:
+        """Give the descriptor back in a forked child, such as a data worker: its signals are not its parent's."""
+        if cls._sockets is not None:
+            signal.set_wakeup_fd(cls._previous, warn_on_full_buffer=False)
+        cls._installed, cls._sockets, cls._lock = [], None, threading.Lock()
 
 
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-_DESCRIPTOR = _WakeupDescriptor()
-os.register_at_fork(after_in_child=_DESCRIPTOR.leave_to_parent)
+os.register_at_fork(after_in_child=SignalWakeup.leave_to_parent)
 
 
 class StopSignals:
     """Handles SIGTERM, SIGINT and SLURM's requeue signal of one run, so that all ranks stop after the same step.
 
     Others may wait in a collective for the rank whose handler runs: it must not raise, nor call a collective. So it
-    only makes a note, which goes to all ranks with the next synchronised backward. If there is none in time
+    only stores the signal, which goes to all ranks with the next synchronised backward. If there is none in time
     (validation, a very long step), the watchdog stops them where they are.
     """
 
@@ -125,7 +115,7 @@ class StopSignals:
         self._watchdog = watchdog
         self._progress = progress
         self._wakeup = wakeup
-        # By signal: what handles it while it means that the run shall stop. The user may put another in its place.
+        # By signal: the handler that stops the run. The user may put another in its place.
         self._handlers: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
         self._exchange: StepExchange | None = None
         self._requeue: Callable[..., Any] | None = None
@@ -136,7 +126,7 @@ class StopSignals:
         self.late_signal = 0  # that has come to a run which was ending anyway; 0: none
 
     def replace_handlers(self, callback: type) -> None:
-        """Have Lightning register ours where it would register its own.
+        """Make Lightning register our handlers in place of its own.
 
         Args:
             callback: Lightning's base class of callbacks: only one of them can save within an epoch, where the state of
@@ -144,7 +134,7 @@ class StopSignals:
         """
         self._requeue = slurm_requeue_of(self._trainer)
 
-        def see_registered() -> None:
+        def on_registered() -> None:
             if not _is_main_thread():
                 return
             self._handlers[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
@@ -154,9 +144,9 @@ class StopSignals:
                 signal.signal(signal.SIGINT, self._on_stop)
                 self._handlers[signal.SIGINT] = self._on_stop
 
-        # Its loop's own message in each step is a collective and a wait for the device, which ours make needless.
+        # Also replaces the message of Lightning's loop in each step, which is a collective and a wait for the device.
         self._restore = replace_signal_handlers(
-            self._trainer, on_sigterm=self._on_stop, on_requeue=self._on_requeue, on_registered=see_registered
+            self._trainer, on_sigterm=self._on_stop, on_requeue=self._on_requeue, on_registered=on_registered
         )
         self._callback = type("AfterBatch", (callback,), {"on_train_batch_end": self._after_batch})()
         self._trainer.callbacks.append(self._callback)  # type: ignore[attr-defined]
@@ -209,11 +199,11 @@ class StopSignals:
             if self._progress.may_be_interrupted:
                 raise self._progress.end_with()
             return
-        # Asked here: another rank may have passed on the same Ctrl-C before this one has noticed it.
+        # Checked here: another rank may have reported the same Ctrl-C before this one has noticed it.
         if number == signal.SIGINT:
             if self._interrupted_at is not None:
                 if time.monotonic() - self._interrupted_at > SAME_CTRL_C_WITHIN_S:
-                    raise KeyboardInterrupt  # asked twice: at once
+                    raise KeyboardInterrupt  # pressed twice: at once
                 return
             self._interrupted_at = time.monotonic()
         self._watchdog.receive_signal(number)
@@ -228,19 +218,18 @@ class StopSignals:
 
 
 class InterruptSignals:
-    """SIGINT in a program that has the loop itself: Python raises `KeyboardInterrupt`, which is for the user to handle.
+    """Handles SIGINT in a program with a loop of its own: Python raises `KeyboardInterrupt` for the user to handle.
 
-    Unless the main thread is in C++, where it does not come. Then the run is stopped on all ranks.
+    Python cannot raise while the main thread is in C++. Then the run is stopped on all ranks.
     """
 
     def __init__(self, wakeup: SignalWakeup) -> None:
         self._wakeup = wakeup
-        # When it was seen, by the watchdog; None: the handler has run since.
-        self._came_at: float | None = None
-        self._looked_at = self._handled_at = 0.0
+        self._came_at: float | None = None  # None: the handler has run since
+        self._checked_at = self._handled_at = 0.0
 
     def replace_handlers(self) -> None:
-        """See when Python has raised; a handler that the user has installed stays as it is."""
+        """Notice when Python has raised; a handler that the user has installed stays as it is."""
         if _is_main_thread() and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
             signal.signal(signal.SIGINT, self._on_interrupt)
 
@@ -250,11 +239,11 @@ class InterruptSignals:
 
     def received(self) -> list[int]:
         """Return SIGINT if it has come and Python has not raised; called by the watchdog."""
-        looked_at, self._looked_at = self._looked_at, time.monotonic()
+        checked_at, self._checked_at = self._checked_at, time.monotonic()
         has_come = signal.SIGINT in self._wakeup.received() and self._is_installed
-        if has_come and self._handled_at < looked_at:
-            self._came_at = self._looked_at
-        if self._came_at is None or self._looked_at - self._came_at < _HANDLED_WITHIN_S:
+        if has_come and self._handled_at < checked_at:
+            self._came_at = self._checked_at
+        if self._came_at is None or self._checked_at - self._came_at < _HANDLED_WITHIN_S:
             return []
         self._came_at = None
         return [signal.SIGINT]

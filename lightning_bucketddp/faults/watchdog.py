@@ -14,20 +14,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError
 from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
 from lightning_bucketddp.faults.progress import Progress, Shutdown
-from lightning_bucketddp.faults.side_channel import (
-    GuardedStore,
-    LocalRanks,
-    SaverElection,
-    SideChannel,
-    introduce,
-    place,
-)
+from lightning_bucketddp.faults.side_channel import SaverElection, SideChannel
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +38,7 @@ _STOP_WITHIN_S = 1.5
 # A terminal sends Ctrl-C to all processes, and one that waits for the ranks sends it to them again.
 SAME_CTRL_C_WITHIN_S = 1.0
 _SETTLED_WITHIN_S = 4.0
-# By then all ranks that are well have learned of a failure, also on a busy machine.
+# Healthy ranks learn of a failure within this, also on a busy machine.
 _LEARNED_WITHIN_S = 2.0
 
 
@@ -60,10 +52,8 @@ class WatchdogActions:
     # handlers (Note: signals in a collective).
     signals_received: Callable[[], Sequence[int]]
     exit_status_of: Callable[[int], int | None]  # how the process of a rank ended, if this process has started it
-    store_rank: int | None  # the rank whose process holds the store; None if no rank's does
     launcher_pid: int | None  # the process that has started the ranks and is none itself; they stop if it is gone
-    claim_file: Callable[[str], bool]  # whether this process is the first to make a file for the run of this name
-    connections: Connections = field(default_factory=Connections)  # to other hosts
+    claim_file: Callable[[str], bool]  # returns whether this process is the first to make a file for this run
 
 
 class Watchdog:
@@ -84,12 +74,10 @@ class Watchdog:
         self._channel = channel
         self._progress = progress
         self._actions = actions
-        self._local_ranks = LocalRanks(channel, exit_status_of=actions.exit_status_of)
-        self._store = GuardedStore(channel, self._local_ranks, actions.connections, store_rank=actions.store_rank)
         self._monitor = HeartbeatMonitor(
-            self._store, progress, warn_after_s=stall_warning_s, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
+            channel, progress, warn_after_s=stall_warning_s, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
         )
-        self._saver = SaverElection(self._store, claim_file=actions.claim_file)
+        self._saver = SaverElection(channel, claim_file=actions.claim_file)
         self._shutdown = Shutdown(
             progress, cut=actions.cut, interrupt=actions.interrupt, rank=channel.rank, timeout_s=timeout_s
         )
@@ -101,28 +89,26 @@ class Watchdog:
         self._failed_at: float | None = None
         self._stop_at: float | None = None
         self._signalled_at: float | None = None
-        # A signal has come twice: the run, or its callbacks, shall wait for nobody any more.
+        # A signal has come twice: the run, or its callbacks, shall no longer wait for other ranks.
         self._shall_not_wait = False
         self._callbacks_shall_not_wait = False
         self._announcement = threading.Lock()
         self._wake = threading.Event()
         self._settled = threading.Event()
         self._is_over = False
-        self._asked_at = 0.0
         self._thread = threading.Thread(target=self._run, name="bucketddp-watchdog", daemon=True)
 
     def start(self) -> None:
         """Start the watchdog; the calling thread is the one that trains."""
         self._progress.follow_this_thread()
-        # The process that holds the store may have had nothing to do, and be gone.
-        self._store.ask(lambda: introduce(self._channel, pid=os.getpid(), place=place()))
+        self._channel.local_ranks.introduce(os.getpid())
         self._thread.start()
 
     def stop(self) -> None:
         """Stop the watchdog: the run is over for this rank, well or not."""
         self._is_over = True
         self._wake.set()
-        # Garbage collection ends a run that nobody has ended, in whatever thread it happens to run.
+        # Garbage collection may end a run, in any thread.
         if threading.current_thread() is not self._thread:
             # It may be waiting for a store that no longer answers; then it ends with the process.
             self._thread.join(timeout=_SETTLED_WITHIN_S)
@@ -154,7 +140,7 @@ class Watchdog:
 
     def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
         """Return ranks that never come to `phase`, where this one is (see `HeartbeatMonitor`)."""
-        return self._store.ask(lambda: self._monitor.waiting_elsewhere(what, phase=phase)) or []
+        return self._monitor.waiting_elsewhere(what, phase=phase)
 
     @property
     def is_saver(self) -> bool:
@@ -185,7 +171,7 @@ class Watchdog:
             # To find out who is lost, the others are listened to for a while.
             self._settled.wait(_SETTLED_WITHIN_S * (2 if own.kind is Kind.LOST else 1))
         if self.failure is None:
-            # The store does not answer. At least this rank waits for nobody.
+            # The store does not answer. At least this rank no longer waits.
             self._learn(replace(own, kind=Kind.RAISED) if own.kind is Kind.LOST else own)
             self._abort()
         assert self.failure is not None
@@ -193,67 +179,58 @@ class Watchdog:
         return self.failure
 
     def _run(self) -> None:
-        is_woken = True
+        local_ranks = self._channel.local_ranks
+        is_woken, asked_at = True, 0.0
         while not self._is_over:
-            tick_s = _TICK_S if self._local_ranks.are_known else _FIRST_TICK_S
             # Among thousands of ranks not in every tick, but at once if something has happened here.
-            asks = is_woken or time.monotonic() - self._asked_at >= self._channel.interval(0.0)
+            asks = is_woken or time.monotonic() - asked_at >= self._channel.interval(0.0)
             try:
-                self._look(asks=asks)
+                self._notice_signals()
+                if asks:
+                    self._exchange()
                 self._act()
             except Exception:
                 log.exception("bucketddp: the watch of rank %d failed, and goes on", self._channel.rank)
-            self._asked_at = time.monotonic() if asks else self._asked_at
-            is_woken = self._wake.wait(tick_s)
+            asked_at = time.monotonic() if asks else asked_at
+            is_woken = self._wake.wait(_TICK_S if local_ranks.are_known else _FIRST_TICK_S)
             self._wake.clear()
-        if self.failure is not None and self._actions.store_rank == self._channel.rank:
-            self._store.ask(self._let_others_learn)
-        self._store.ask(lambda: self._channel.set(f"left/{self._channel.rank}", 1))
+        if self.failure is not None and self._channel.store_rank == self._channel.rank:
+            self._let_others_learn()
+        self._channel.set(f"left/{self._channel.rank}", 1)
         self._channel.close()
-        self._local_ranks.close()
 
     def _let_others_learn(self) -> None:
         """Wait a little until every rank knows why the run ends: with this process the store is gone."""
         deadline = time.monotonic() + self._channel.interval(0.0) + _LEARNED_WITHIN_S
         unaware = set(range(self._channel.world_size)) - {self._channel.rank}
-        while unaware and time.monotonic() < deadline:
-            unaware.difference_update(self._local_ranks.gone())
+        while unaware and time.monotonic() < deadline and self._channel.can_ask:
+            unaware.difference_update(self._channel.local_ranks.gone())
             unaware = {rank for rank in unaware if self._channel.get(f"knows/{rank}", int) is None}
             time.sleep(_FIRST_TICK_S)
 
-    def _look(self, *, asks: bool) -> None:
+    def _notice_signals(self) -> None:
         for number in self._actions.signals_received():
-            self._notice_signal(number)
+            now, raised_at = time.monotonic(), self._shutdown.raised_at
+            if raised_at is not None:
+                # Not by the signal that ends this rank, which is noticed here a moment later.
+                self._callbacks_shall_not_wait |= now - raised_at > SAME_CTRL_C_WITHIN_S
+            elif self.failure is None:  # otherwise the signal is ours (`interrupt`)
+                self._signalled_at = self._signalled_at or now
+                self._shall_not_wait |= number == signal.SIGINT and now - self._signalled_at > SAME_CTRL_C_WITHIN_S
+                self.receive_signal(number)
         if self._actions.launcher_pid not in (None, os.getppid()) and not self.stop_signal:
             log.warning("bucketddp: the process that has started rank %d is gone; all ranks stop.", self._channel.rank)
             self.request_stop(signal.SIGTERM)
-        if asks:
-            self._store.ask(self._exchange)
-        if self._to_report is not None:
-            failure, self._to_report = self._to_report, None
-            self._tell(failure)
-        if self.failure is None and (death := self._local_ranks.find_death(has_left=self._has_left)) is not None:
-            self._tell(death)
-
-    def _notice_signal(self, number: int) -> None:
-        now, raised_at = time.monotonic(), self._shutdown.raised_at
-        if raised_at is not None:
-            # Not by the signal that ends this rank, which is seen here a moment later.
-            self._callbacks_shall_not_wait |= now - raised_at > SAME_CTRL_C_WITHIN_S
-        elif self.failure is None:  # otherwise the signal is ours (`interrupt`)
-            self._signalled_at = self._signalled_at or now
-            self._shall_not_wait |= number == signal.SIGINT and now - self._signalled_at > SAME_CTRL_C_WITHIN_S
-            self.receive_signal(number)
 
     def _exchange(self) -> None:
         channel = self._channel
         self._monitor.beat()
-        self._local_ranks.discover()
+        channel.local_ranks.discover()
         if self.failure is None and (failure_of_another := channel.failure()) is not None:
             self._learn(failure_of_another)
         if self.failure is not None:
             self._decision = self._decision or channel.get("decision", str)
-            self._saver.look()
+            self._saver.check()
             if not self._has_acknowledged and (self._decision == _TOGETHER or self._saver.is_own is not None):
                 channel.set(f"knows/{channel.rank}", 1)
                 self._has_acknowledged = True
@@ -261,27 +238,18 @@ class Watchdog:
             requested = channel.get("stop", int)
             if requested is not None and requested in signal.valid_signals():
                 self.stop_signal = requested
+                self._all_know_of_stop = True
             elif self.stop_signal:
-                channel.first("stop", self.stop_signal)
-            self._all_know_of_stop = bool(self.stop_signal)
+                self._all_know_of_stop = channel.first("stop", self.stop_signal) is not None
 
-    def _has_left(self, rank: int, status: int | None) -> bool:
-        """Return whether a rank that has ended was through; without the store, its exit status has to tell."""
-        left = self._store.ask(lambda: self._channel.get(f"left/{rank}", int) is not None)
-        return status == 0 if left is None else left
-
-    def _tell(self, failure: Failure) -> None:
+    def _report(self, failure: Failure) -> None:
+        """Report a failure that this rank has found to the others, unless it can be blamed on another rank."""
         if failure.rank == self._channel.rank:
             failure = self._monitor.blame(failure)
-
-        def exchange() -> None:
-            is_own = failure.rank == self._channel.rank and failure.kind is not Kind.STALLED
-            if is_own and self._channel.add("num_raised") == self._channel.world_size:
-                self._decision = self._channel.first("decision", _TOGETHER) or _TOGETHER
-            self._learn(self._channel.report(failure))
-
-        self._store.ask(exchange)
-        self._learn(failure)  # if nobody can be told
+        is_own = failure.rank == self._channel.rank and failure.kind is not Kind.STALLED
+        if is_own and self._channel.add("num_raised") == self._channel.world_size:
+            self._decision = self._channel.first("decision", _TOGETHER)
+        self._learn(self._channel.report(failure))
 
     def _learn(self, failure: Failure) -> None:
         if self.failure is None:
@@ -289,18 +257,25 @@ class Watchdog:
             self._failed_at = time.monotonic()
 
     def _act(self) -> None:
+        """Report what has failed; then end this rank, by as much force as it needs."""
+        if self._to_report is not None:
+            own, self._to_report = self._to_report, None
+            self._report(own)
         now = time.monotonic()
         if self.failure is None:
-            self._stop_if_asked(now)
-            if (found := self._monitor.look()) is None:
-                return
-            self._tell(found)
-        assert self.failure is not None
+            if (death := self._channel.local_ranks.find_death(self._actions.exit_status_of)) is not None:
+                self._report(death)
+            else:
+                self._stop_if_asked(now)
+                if (found := self._monitor.find_failure()) is not None:
+                    self._report(found)
+        if self.failure is None:
+            return
         assert self._failed_at is not None
         if self._decision is None and (
             self.failure.kind in (Kind.DIED, Kind.STALLED, Kind.LOST) or now - self._failed_at > _TOGETHER_WITHIN_S
         ):
-            self._decide_to_abort()
+            self._decision = self._channel.first("decision", _ABORT) or _ABORT
         if self._callbacks_shall_not_wait and self._progress.is_waiting:
             self._decision = _ABORT  # callbacks wait for a rank that does not come
         if self._decision == _ABORT:
@@ -309,31 +284,23 @@ class Watchdog:
             self._settled.set()
         self._shutdown.press(self.failure)
 
-    def _decide_to_abort(self) -> None:
-        self._decision = self._store.ask(lambda: self._channel.first("decision", _ABORT)) or _ABORT
-
     def _stop_if_asked(self, now: float) -> None:
         if not self.stop_signal:
             return
         self._stop_at = self._stop_at or now
         is_time = now - self._stop_at > _STOP_WITHIN_S and self._progress.may_be_interrupted
         if (is_time or self._shall_not_wait) and not self.is_ending:
-            stop = Failure(
-                rank=self._channel.rank,
-                kind=Kind.STOPPED,
-                what="no step ended in time",
-                where=self._progress.describe(),
-                signal=self.stop_signal,
-            )
-            self._store.ask(lambda: self._learn(self._channel.report(stop)))
-            self._learn(stop)
-            self._decide_to_abort()
+            what, where = "no step ended in time", self._progress.describe()
+            rank, number = self._channel.rank, self.stop_signal
+            stop = Failure(rank=rank, kind=Kind.STOPPED, what=what, where=where, signal=number)
+            self._learn(self._channel.report(stop))
+            self._decision = self._channel.first("decision", _ABORT) or _ABORT
 
     def _abort(self) -> None:
         assert self.failure is not None
-        self._local_ranks.kill_frozen()  # they cannot end by themselves, and what waits for them may not end before
+        self._channel.local_ranks.kill_frozen()  # they cannot end by themselves, and what waits for them may not either
         self._shutdown.abort(self.failure)
-        # Nobody does at the other end of these, or it is not noticed here.
-        connections = self._actions.connections
-        of_store = {connections.store_host} if self._store.is_silent else set()
+        # No rank cuts these at their other end, or it is not noticed here.
+        connections = self._channel.connections
+        of_store = {connections.store_host} if self._channel.is_silent else set()
         connections.cut_to({*self.failure.hosts.split(), *of_store})

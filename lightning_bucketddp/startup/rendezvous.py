@@ -2,10 +2,10 @@
 
 Note: rendezvous
     Rank 0 opens a round in the store. Every other rank joins it, or objects: to another world size, to a rank that is
-    taken. Rank 0 writes the outcome, one for all ranks: which of them start, or why none does. The store may hold what
-    an earlier start has left there, as torchrun's does after a restart: each round has an identity, and one that has an
-    outcome when a rank first sees it is over. A rank that others have started without knocks, and waits for a restart.
-    In a restart whoever holds the store does what is said here of rank 0.
+    taken. Rank 0 writes the outcome for all ranks: which of them start, or why none does. The store may hold keys of an
+    earlier start, as torchrun's does after a restart: each round has an identity, and a round that has an outcome when
+    a rank first sees it is over. A rank that others have started without knocks, and waits for a restart. In a restart
+    the rank that holds the store takes the place of rank 0.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import uuid
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.processes import Worker
 from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, listen, log, part_of
-from lightning_bucketddp.wording import list_some, list_some_ranks, printable
+from lightning_bucketddp.wording import from_untrusted, list_some, list_some_ranks, printable
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -37,13 +37,13 @@ _NOT_WRITTEN_BY_A_RANK = (
     " own (`MASTER_PORT`), in a network that only people you trust can reach."
 )
 START = "bucketddp/start"
-# How long a thread that has no more reason to wait may take to say so.
+# How long a thread that has no more reason to wait may take to end.
 _GRACE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """What a rank tells the others about itself."""
+    """What a rank reports to the others about itself."""
 
     rank: int
     world_size: int
@@ -60,11 +60,9 @@ class RankInfo:
 
     @classmethod
     def from_json(cls, text: bytes) -> RankInfo:
-        content = _parse(text)
-        types = {f.name: f.type for f in fields(cls)}
-        if not isinstance(content, dict) or {key: type(value).__name__ for key, value in content.items()} != types:
+        if (info := from_untrusted(cls, _parse(text))) is None:
             raise StartError(_NOT_WRITTEN_BY_A_RANK)
-        return cls(**content)
+        return info
 
 
 class RendezvousRound:
@@ -129,15 +127,18 @@ class RendezvousRound:
         return outcome
 
     def leave(self, info: RankInfo) -> None:
-        """Tell rank 0 that this rank knows the outcome."""
+        """Report to rank 0 that this rank knows the outcome."""
         self._keys.set(f"left/{info.rank}", "")
+
+    def await_leave(self, deadline: Deadline) -> None:
+        """Wait a little until all ranks that have joined know the outcome."""
+        others = [f"left/{info.rank}" for info in self.present() if info.rank != self.host.rank]
+        until = time.monotonic() + _OUTCOME_READ_WITHIN_S
+        while not self._keys.check(others) and time.monotonic() < until:
+            deadline.pause()
 
     def have_joined(self, ranks: Iterable[int]) -> bool:
         return bool(self._keys.check([f"joined/{rank}" for rank in ranks]))
-
-    def all_have_left(self) -> bool:
-        others = set(range(self.host.world_size)).difference(self.missing(), [self.host.rank])
-        return bool(self._keys.check([f"left/{rank}" for rank in others]))
 
     def missing(self) -> list[int]:
         ranks = range(self.host.world_size)
@@ -156,7 +157,7 @@ def explain_taken(there: RankInfo, info: RankInfo) -> str:
 
 
 def knocks_of(store: Store, ranks: Iterable[int]) -> list[int]:
-    """Return those of `ranks` that have knocked at `store`, the part named `START`."""
+    """Return those of `ranks` that have knocked at `store`, with the prefix `START`."""
     return [rank for rank in ranks if store.check([f"knock/{rank}"])]
 
 
@@ -182,7 +183,6 @@ class Rendezvous:
         self.ranks: list[int] = []  # that start, by the numbers that they were launched with
         self._info = RankInfo(rank=address.rank, world_size=address.world_size, num_fits=address.num_fits)
         self._deadline = Deadline(timeout_s, world_size=address.world_size)
-        self._objection: str | None = None  # of this rank, to the round that it has found
 
     def meet(
         self,
@@ -196,7 +196,7 @@ class Rendezvous:
         Args:
             listener: a socket that listens at the port of the store; it is used up. None: one is opened.
             find_failure: asked again and again for a reason why it is useless to wait on.
-            earlier: what an earlier call has returned to this process: the same store is used.
+            earlier: the store that an earlier call has returned to this process; it is used again.
         """
         # In a thread, because torch waits for ever for the answer of a program that listens and is not a store.
         joined = Worker("bucketddp-start").submit(partial(self._run, listener, earlier))
@@ -227,16 +227,16 @@ class Rendezvous:
 
     def _take_over(self, after_s: float) -> socket.socket | None:
         """Wait for a store that has gone with its rank. Return a socket for another, if its address is on this host."""
+        with suppress(StartError):
+            self._address.connect(deadline=Deadline(after_s, world_size=self._info.world_size))
+            return None
         # Of those that can listen there one does, and the others find it.
         with suppress(StartError, OSError):
-            try:
-                self._address.connect(deadline=Deadline(after_s, world_size=self._info.world_size))
-            except StartError:
-                listen(self._address.port, address=self._address.address).close()  # raises if that is another host's
-                listener = listen(self._address.port, address=self._address.address if self._address.is_local else None)
-                self._address, self.opens_round = replace(self._address, takes_over=True), True
-                log.warning(f"bucketddp: rank {self._info.rank} makes a new store at {self._address}.")
-                return listener
+            listen(self._address.port, address=self._address.address).close()  # raises if that is another host's
+            listener = listen(self._address.port, address=self._address.address if self._address.is_local else None)
+            self._address, self.opens_round = replace(self._address, takes_over=True), True
+            log.warning(f"bucketddp: rank {self._info.rank} makes a new store at {self._address}.")
+            return listener
         return None
 
     def _open_round(self, store: Store) -> RendezvousRound:
@@ -246,18 +246,21 @@ class Rendezvous:
         rdzv = RendezvousRound(store, self._info)
         rdzv.post(store)
         while not rdzv.have_joined(self.awaited) and not self._are_enough(rdzv):
+            newest = RendezvousRound.find(store)
+            if newest is not None and newest.host != self._info:
+                newest.object(explain_taken(self._info, newest.host))
+                why_not: str | None = explain_taken(self._info, newest.host)
+            else:
+                why_not = rdzv.objection() or self._reason_to_give_up(rdzv)
             # Time has passed: they may be enough by now.
-            if (why_not := self._find_objection(store, rdzv)) is not None and not self._are_enough(rdzv):
+            if why_not is not None and not self._are_enough(rdzv):
                 rdzv.decide(why_not)
-                until = time.monotonic() + _OUTCOME_READ_WITHIN_S
-                while not rdzv.all_have_left() and time.monotonic() < until:
-                    self._deadline.pause()
+                rdzv.await_leave(self._deadline)
                 raise StartError(why_not)
             self._deadline.report(lambda: f"{list_some_ranks(rdzv.missing())} to join at {self._address}")
             self._deadline.pause()
         # First the one that holds the store: rank 0 from now on.
-        others = set(range(self._info.world_size)).difference(rdzv.missing(), [self._info.rank])
-        self.ranks = [self._info.rank, *sorted(others)]
+        self.ranks = [self._info.rank, *(info.rank for info in rdzv.present() if info.rank != self._info.rank)]
         rdzv.decide(self.ranks)
         return rdzv
 
@@ -265,48 +268,38 @@ class Rendezvous:
         is_due = self.min_ranks is not None and self._deadline.is_over and rdzv.objection() is None
         return is_due and len(rdzv.present()) >= (self.min_ranks or 0)
 
-    def _find_objection(self, store: Store, rdzv: RendezvousRound) -> str | None:
-        newest = RendezvousRound.find(store)
-        if newest is None or newest.host == self._info:
-            return rdzv.objection() or self._reason_to_give_up(rdzv)
-        newest.object(explain_taken(self._info, newest.host))
-        return explain_taken(self._info, newest.host)
-
     def _join(self, store: Store) -> RendezvousRound:
+        rdzv: RendezvousRound | None = None
         try:
-            return self._wait_for_outcome(store)
+            while True:
+                newest = RendezvousRound.find(store)
+                if newest is not None and (rdzv is None or newest.host != rdzv.host):
+                    rdzv = newest
+                    if rdzv.is_open:
+                        rdzv.join(self._info)
+                if rdzv is not None and rdzv.is_open and (ranks := rdzv.ranks_for(self._info)) is not None:
+                    if self._info.rank in ranks:
+                        self.ranks = ranks
+                        return rdzv
+                    rdzv.is_open = False
+                if rdzv is not None and not rdzv.is_open and self._deadline.timeout_s < math.inf:
+                    self._knock_if_left_out(store, rdzv)
+                if (why_not := self._reason_to_give_up(rdzv)) is not None:
+                    if rdzv is not None:
+                        rdzv.object(why_not)
+                        rdzv.leave(self._info)
+                    raise StartError(why_not)
+                self._deadline.pause()
         except StartError:
             raise
         except RuntimeError as error:
-            if self._objection is not None:  # rank 0 has read it, and does not wait for a rank that does not join
-                raise StartError(self._objection) from error
+            if rdzv is not None and rdzv.own_objection is not None:
+                # Rank 0 has read it, and does not wait for a rank that does not join.
+                raise StartError(rdzv.own_objection) from error
             raise StartError(
                 f"Rank {self._info.rank} lost the connection to {self._address} before all ranks had joined: the"
                 " process of rank 0 has ended. Its output says why."
             ) from error
-
-    def _wait_for_outcome(self, store: Store) -> RendezvousRound:
-        rdzv: RendezvousRound | None = None
-        while True:
-            newest = RendezvousRound.find(store)
-            if newest is not None and (rdzv is None or newest.host != rdzv.host):
-                rdzv = newest
-                if rdzv.is_open:
-                    rdzv.join(self._info)
-                    self._objection = rdzv.own_objection
-            if rdzv is not None and rdzv.is_open and (ranks := rdzv.ranks_for(self._info)) is not None:
-                if self._info.rank in ranks:
-                    self.ranks = ranks
-                    return rdzv
-                rdzv.is_open = False
-            if rdzv is not None and not rdzv.is_open and self._deadline.timeout_s < math.inf:
-                self._knock_if_left_out(store, rdzv)
-            if (why_not := self._reason_to_give_up(rdzv)) is not None:
-                if rdzv is not None:
-                    rdzv.object(why_not)
-                    rdzv.leave(self._info)
-                raise StartError(why_not)
-            self._deadline.pause()
 
     def _knock_if_left_out(self, store: Store, rdzv: RendezvousRound) -> None:
         is_of_run = isinstance(ranks := rdzv.outcome(), list) and rdzv.host.world_size == self._info.world_size

@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,14 +25,13 @@ log = logging.getLogger(__name__)
 
 LAUNCHER_PID = "BUCKETDDP_LAUNCHER_PID"
 POLL_S = 0.05
-# Ranks that are started together come together: who has not waited long asks again soon.
+# Ranks that are started together come together: a rank that has not waited long asks again soon.
 _POLL_PER_S_WAITED = 0.1
 # Thousands of ranks ask less often, so that together they ask no more than the store can answer.
 _POLL_PER_RANK_S = 0.0005
 # A start that takes long is reported after the first time, and each time the second has passed.
 _REPORTS_S = (30, 60)
-# How long torch may try by itself to reach a store that was there a moment ago. All ranks try to at once, and one that
-# gives up tries again.
+# How long torch may try to reach a store that was there a moment ago. All ranks try at once, and try again.
 _CLIENT_TIMEOUT_S = 1.0
 _CLIENT_TIMEOUT_PER_RANK_S = 0.1
 _LONGEST_CLIENT_TIMEOUT_S = 30.0
@@ -47,7 +46,7 @@ class StartError(RuntimeError):
 
 
 class Deadline:
-    """How long a rank waits for others: when to look again, when to report, and when to give up."""
+    """How long a rank waits for others: when to check again, when to report, and when to give up."""
 
     def __init__(self, timeout_s: float, *, world_size: int) -> None:
         self.timeout_s = timeout_s
@@ -65,7 +64,7 @@ class Deadline:
         return self.waited_s > self.timeout_s
 
     def pause(self) -> None:
-        """Sleep until it is time to look again."""
+        """Sleep until it is time to check again."""
         time.sleep(max(self._shortest_poll_s, min(_POLL_PER_S_WAITED * self.waited_s, POLL_S)))
 
     def report(self, awaited: Callable[[], str]) -> None:
@@ -80,7 +79,7 @@ class Deadline:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreAddress:
-    """Where the store of a run is, seen from one of its ranks; if it `is_local`, no other host shall reach it."""
+    """Where the store of a run is, for one of its ranks; if it `is_local`, no other host shall reach it."""
 
     address: str
     port: int
@@ -123,7 +122,7 @@ class StoreAddress:
 
     def connect(self, *, deadline: Deadline) -> Store:
         """Connect to the store as soon as it is there."""
-        # As bytes: for a text Python imports a codec, which takes longer than all that ranks have to say here.
+        # As bytes: for a text Python imports a codec, which takes longer than the whole rendezvous.
         host: Any = self.address.encode() if self.address.isascii() else self.address
         client_timeout_s = _CLIENT_TIMEOUT_S + _CLIENT_TIMEOUT_PER_RANK_S * self.world_size
         while True:
@@ -132,7 +131,7 @@ class StoreAddress:
                 with socket.create_connection((host, self.port), timeout=1) as connection:
                     reached = str(connection.getpeername()[0])
                 return TCPStore(
-                    reached,  # a number: nobody has to ask for the name's again
+                    reached,  # a number: its name is resolved once
                     self.port,
                     is_master=self.is_host,
                     multi_tenant=self.is_host,
@@ -162,8 +161,8 @@ class StoreAddress:
 
 def is_on_this_host(address: str, *, num_nodes: int) -> bool:
     """Return whether all ranks of a run are on this host and meet at `address`, which no other host can reach."""
-    # By what is written, not by what it resolves to: the name of a host often leads to a loopback address there alone.
-    # With several nodes, the first may call itself so.
+    # By the text of the address: the name of a host often resolves to a loopback address on that host alone. With
+    # several nodes, the first may call itself so.
     try:
         is_loopback = address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:  # a name
@@ -196,7 +195,7 @@ def part_of(store: Store, name: str) -> Store:
 
 
 class ChildProcesses:
-    """The processes of one launcher of ours; none where something else launches."""
+    """The processes that a launcher of the strategy has started; none if another program launches."""
 
     def __init__(self, launcher: Any, *, rank: int, local_rank: int) -> None:
         self._launcher = launcher
@@ -205,18 +204,16 @@ class ChildProcesses:
         if is_launched_by_torchrun():
             self._launcher_pid = os.getppid()  # torchrun's agent, which holds the store
 
-    @property
-    def _processes(self) -> Sequence[subprocess.Popen[bytes]]:
-        return getattr(self._launcher, "children", ())
-
     def find_failure(self, *, of_children: bool = True) -> str | None:
         """Return in words which process has ended that the start needs; None if none has."""
-        for rank, process in enumerate(self._processes if of_children else (), start=self._rank + 1):
+        children = getattr(self._launcher, "children", ()) if of_children else ()
+        for rank, process in enumerate(children, start=self._rank + 1):
             if process.poll() is not None:
                 return describe_end(rank, process, when=" before all ranks had joined")
-        pid = self._launcher_pid
-        if pid and not is_running(pid):
-            return f"Rank {self._rank} has lost the process that launched it ({pid}): that one has ended."
+        if self._launcher_pid and not is_running(self._launcher_pid):
+            return (
+                f"Rank {self._rank} has lost the process that launched it ({self._launcher_pid}): that one has ended."
+            )
         return None
 
     @contextmanager
@@ -226,7 +223,7 @@ class ChildProcesses:
             yield
         except BaseException:
             until = time.monotonic() + _GRACE_S
-            for process in self._processes:
+            for process in getattr(self._launcher, "children", ()):
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=max(until - time.monotonic(), 0))
                 process.kill()  # does nothing if it has ended

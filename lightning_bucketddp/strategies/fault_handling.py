@@ -82,17 +82,22 @@ class FaultHandler:
             return None if launcher is None else launcher.exit_status_of(launched_as[rank] - first_rank)
 
         self.watchdog = Watchdog(
-            SideChannel(access.store, name=name, rank=rank, world_size=strategy.world_size),
+            SideChannel(
+                access.store,
+                name=name,
+                rank=rank,
+                world_size=strategy.world_size,
+                connections=Connections(access.port),
+                store_rank=0 if access.is_held_by_rank_zero else None,
+            ),
             self._progress,
             WatchdogActions(
                 cut=cut,
                 interrupt=self._interrupt,
                 signals_received=self._signals_received,
                 exit_status_of=exit_status_of,
-                store_rank=0 if access.is_held_by_rank_zero else None,
                 launcher_pid=os.getppid() if has_parent else None,
                 claim_file=claim,
-                connections=Connections(access.port),
             ),
             stall_warning_s=timeouts.stall_warning_s,
             timeout_s=(strategy.options.timeout or default_pg_timeout).total_seconds(),

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.comm.connections import SETTINGS, host_of, more_sockets, nccl_settings, uses_sockets_untuned
 from lightning_bucketddp.comm.process_group import access_store
-from lightning_bucketddp.startup.store import part_of
 from lightning_bucketddp.wording import wrap
 from tests.support.cases import for_each
 from tests.support.doomed_ranks import TIMEOUT_S, doomed_ranks
@@ -32,7 +32,7 @@ def decide(*, case: str, variables: list[dict[str, str]], roots: list[Path]) -> 
     """What `variables[rank]` become for a while on a machine that looks like `roots[rank]`, and what is reported."""
     rank = dist.get_rank()
     with patch.dict(os.environ, variables[rank]):
-        store = part_of(access_store().store, f"sockets of {case}")
+        store = PrefixStore(f"sockets of {case}", access_store().store)
         before = nccl_variables()
         with more_sockets(store, rank=rank, world_size=dist.get_world_size(), root=roots[rank]) as num_hosts:
             dist.barrier()  # the store is read by all
@@ -72,134 +72,112 @@ def nccl_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("NCCL_") and name != "NCCL_HOSTID"}
 
 
-HOME = pwd.getpwuid(os.getuid()).pw_dir
+HOME = f"{pwd.getpwuid(os.getuid()).pw_dir}/.nccl.conf"
+MACHINE, NAMED = "/etc/nccl.conf", "/opt/nccl.conf"
+INFINIBAND = {"/sys/class/infiniband/mlx5_0/ports": ""}
 
 
-def write(root: Path, path: str, text: str = "") -> None:
-    file = root / path.lstrip("/")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Path:
-    """The files of a machine with an ordinary network, and interfaces that are not hardware."""
-    write(tmp_path, "/sys/class/net/eth0/device/vendor", "0x15b3\n")
-    (tmp_path / "sys/class/net/lo").mkdir()
-    write(tmp_path, "/sys/class/net/bonding_masters", "\n")
-    return tmp_path
-
-
-def is_tuned(machine: Path, **environment: str) -> bool:
-    return uses_sockets_untuned(nccl_settings(environment, root=machine), machine)
+def make_machine(root: Path, files: dict[str, str] | None = None) -> Path:
+    """Write the files of a machine with an ordinary network, and interfaces that are not hardware."""
+    ordinary = {"/sys/class/net/eth0/device/vendor": "0x15b3\n", "/sys/class/net/bonding_masters": "\n"}
+    for path, text in {**ordinary, **(files or {})}.items():
+        file = root / path.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    (root / "sys/class/net/lo").mkdir()
+    return root
 
 
 # --- What a machine and its user want
 
 
-def test_an_ordinary_network_or_an_unknown_machine_gets_more_sockets(machine: Path, tmp_path: Path) -> None:
-    assert is_tuned(machine)
-    (machine / "sys/class/infiniband").mkdir()
-    assert is_tuned(machine)
-    assert is_tuned(tmp_path / "no such machine")
+@for_each(
+    ("files", "variables", "is_tuned"),
+    [
+        ({}, {}, True),
+        # What the user has set stays, also in a file of NCCL's. A file that is named is read instead of that at home.
+        *[({}, {name: value}, False) for name in SETTINGS for value in ("1", "")],
+        *[({file: f"NCCL_DEBUG=WARN\n{name}=1"}, {}, False) for name in SETTINGS for file in (MACHINE, HOME)],
+        *[({file: f"# {name}=5\nNCCL_DEBUG=WARN\n"}, {}, True) for name in SETTINGS for file in (MACHINE, HOME)],
+        ({NAMED: "NCCL_SOCKET_NTHREADS=1"}, {}, True),
+        *[
+            ({file: "NCCL_SOCKET_NTHREADS=1"}, {"NCCL_CONF_FILE": NAMED}, file == HOME)
+            for file in (MACHINE, HOME, NAMED)
+        ],
+        # Other transports that the user has chosen or NCCL may use stay.
+        (INFINIBAND, {}, False),
+        ({}, {"NCCL_NET": "IB"}, False),
+        *[(files, {"NCCL_NET": net}, True) for files in ({}, INFINIBAND) for net in ("Socket", "socket")],
+        ({}, {"NCCL_NET_PLUGIN": "aws-ofi"}, False),
+        ({}, {"NCCL_NET_PLUGIN": "none"}, True),
+        (INFINIBAND, {"NCCL_NET_PLUGIN": "none"}, False),
+        ({}, {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "aws-ofi"}, False),
+        ({}, {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO"}, True),
+        (INFINIBAND, {"NCCL_IB_DISABLE": "0"}, False),
+        (INFINIBAND, {"NCCL_IB_DISABLE": "1"}, True),
+        # A cloud that NCCL knows is left to it.
+        *[({"/sys/class/net/ens5/device/vendor": f"{vendor}\n"}, {}, False) for vendor in ("0x1d0f", "0x1ae0")],
+        ({"/sys/class/net/ens5/device/vendor": "0x1d0f\n"}, {"NCCL_NET": "Socket"}, False),
+    ],
+)
+def test_more_sockets_are_used_where_nothing_else_was_chosen(
+    files: dict[str, str], variables: dict[str, str], is_tuned: bool, tmp_path: Path
+) -> None:
+    root = make_machine(tmp_path / str(len(list(tmp_path.iterdir()))), files)
+    assert uses_sockets_untuned(nccl_settings(variables, root=root), root) is is_tuned
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_what_the_user_has_set_stays(name: str, machine: Path) -> None:
-    assert not is_tuned(machine, **{name: "1"})
-    assert not is_tuned(machine, **{name: ""})
+def test_an_unknown_machine_gets_more_sockets_and_an_empty_list_of_infiniband_is_none(tmp_path: Path) -> None:
+    assert uses_sockets_untuned({}, tmp_path / "no such machine")
+    (tmp_path / "sys/class/infiniband").mkdir(parents=True)
+    assert uses_sockets_untuned({}, tmp_path)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("file", ["/etc/nccl.conf", f"{HOME}/.nccl.conf", "/opt/nccl.conf"])
-def test_what_the_user_has_set_in_a_file_of_nccl_stays(name: str, file: str, machine: Path) -> None:
-    write(machine, file, f"# {name}=5\nNCCL_DEBUG=WARN\n")
-    assert is_tuned(machine, NCCL_CONF_FILE="/opt/nccl.conf")
-    write(machine, file, f"NCCL_DEBUG=WARN\n{name}=1")
-    # A file that is named is read instead of the one at home.
-    is_read = file != f"{HOME}/.nccl.conf"
-    assert is_tuned(machine, NCCL_CONF_FILE="/opt/nccl.conf") is not is_read
-    assert is_tuned(machine) is (file == "/opt/nccl.conf")
-
-
-def test_settings_are_those_that_nccl_takes(machine: Path) -> None:
-    write(machine, "/etc/nccl.conf", "NCCL_NET=machine\nNCCL_DEBUG=machine\nNCCL_ALGO=machine\n")
-    write(machine, f"{HOME}/.nccl.conf", "NCCL_NET=user\nNCCL_DEBUG=user\n")
-    assert nccl_settings({"NCCL_NET": "environment", "PATH": "no matter"}, root=machine) == {
+def test_settings_are_those_that_nccl_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_machine, of_user = (f"NCCL_NET={who}\nNCCL_DEBUG={who}\n" for who in ("machine", "user"))
+    root = make_machine(tmp_path, {MACHINE: f"{of_machine}NCCL_ALGO=machine\n", HOME: of_user})
+    assert nccl_settings({"NCCL_NET": "environment", "PATH": "no matter"}, root=root) == {
         "NCCL_NET": "environment",
         "NCCL_DEBUG": "user",
         "NCCL_ALGO": "machine",
     }
-
-
-def test_a_relative_file_is_the_one_that_nccl_opens(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(machine, "my.conf", "NCCL_SOCKET_NTHREADS=1")
-    monkeypatch.chdir(machine)
+    # A relative file is the one that NCCL opens.
+    (tmp_path / "my.conf").write_text("NCCL_SOCKET_NTHREADS=1")
+    monkeypatch.chdir(tmp_path)
     assert nccl_settings({"NCCL_CONF_FILE": "my.conf"})["NCCL_SOCKET_NTHREADS"] == "1"
 
 
-@for_each(
-    ("variables", "is_left", "is_left_beside_infiniband"),
-    [
-        ({}, False, True),
-        ({"NCCL_NET": "IB"}, True, True),
-        ({"NCCL_NET": "Socket"}, False, False),
-        ({"NCCL_NET": "socket"}, False, False),
-        ({"NCCL_NET_PLUGIN": "aws-ofi"}, True, True),
-        ({"NCCL_NET_PLUGIN": "none"}, False, True),
-        ({"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "aws-ofi"}, True, True),
-        ({"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO"}, False, True),
-        ({"NCCL_IB_DISABLE": "0"}, False, True),
-        ({"NCCL_IB_DISABLE": "1"}, False, False),
-    ],
-)
-def test_other_transports_that_the_user_has_chosen_or_nccl_may_use_stay(
-    variables: dict[str, str], is_left: bool, is_left_beside_infiniband: bool, machine: Path
-) -> None:
-    assert is_tuned(machine, **variables) is not is_left
-    infiniband = machine / "sys/class/infiniband/mlx5_0"
-    infiniband.mkdir(parents=True)
-    assert is_tuned(machine, **variables) is not is_left_beside_infiniband
-    infiniband.rmdir()
-
-
-@pytest.mark.parametrize("vendor", ["0x1d0f", "0x1ae0"])
-def test_a_cloud_that_nccl_knows_is_left_to_it(vendor: str, machine: Path) -> None:
-    write(machine, "/sys/class/net/ens5/device/vendor", f"{vendor}\n")
-    assert not is_tuned(machine)
-    assert not is_tuned(machine, NCCL_NET="Socket")
-
-
-def test_hosts_are_those_that_nccl_sees(machine: Path) -> None:
-    assert host_of({"NCCL_HOSTID": "a"}, root=machine) == "a"
-    without_boot = host_of({}, root=machine)
-    write(machine, "/proc/sys/kernel/random/boot_id", "first\n")
-    first = host_of({}, root=machine)
-    write(machine, "/proc/sys/kernel/random/boot_id", "second\n")
-    assert len({without_boot, first, host_of({}, root=machine)}) == 3
+def test_hosts_are_those_that_nccl_sees(tmp_path: Path) -> None:
+    assert host_of({"NCCL_HOSTID": "a"}, root=tmp_path) == "a"
+    boots = [tmp_path / "none", *(tmp_path / number for number in "12")]
+    for root in boots[1:]:
+        make_machine(root, {"/proc/sys/kernel/random/boot_id": f"{root.name}\n"})
+    assert len({host_of({}, root=root) for root in boots}) == 3
 
 
 # --- Ranks
 
 
-@pytest.mark.parametrize("case", ["two hosts", "one host", "one by its name", "set on one", "set in one's file"])
+A, B = {"NCCL_HOSTID": "a"}, {"NCCL_HOSTID": "b"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "file_of_one", "expected"),
+    [
+        ([A, B], None, [SETTINGS, SETTINGS]),
+        ([A, A], None, [{}, {}]),
+        ([{}, {}], None, [{}, {}]),  # one host, by its name
+        ([A, {**B, "NCCL_SOCKET_NTHREADS": "3"}], None, [{}, {"NCCL_SOCKET_NTHREADS": "3"}]),
+        ([A, B], {MACHINE: "NCCL_NSOCKS_PERTHREAD=2\n"}, [{}, {}]),
+    ],
+    ids=["two hosts", "one host", "one by its name", "set on one", "set in one's file"],
+)
 def test_ranks_of_several_hosts_set_the_same_or_nothing(
-    case: str, machine: Path, tmp_path_factory: pytest.TempPathFactory
+    variables: list[dict[str, str]], file_of_one: dict[str, str] | None, expected: list[dict[str, str]], tmp_path: Path
 ) -> None:
-    variables, roots = [{"NCCL_HOSTID": "a"}, {"NCCL_HOSTID": "b"}], [machine, machine]
-    expected = [dict(SETTINGS) if case == "two hosts" else {} for _ in range(2)]
-    if case == "one host":
-        variables = [{"NCCL_HOSTID": "a"}] * 2
-    elif case == "one by its name":
-        variables = [{}, {}]
-    elif case == "set on one":
-        variables[1]["NCCL_SOCKET_NTHREADS"] = "3"
-        expected[1] = {"NCCL_SOCKET_NTHREADS": "3"}
-    elif case == "set in one's file":
-        roots[1] = tmp_path_factory.mktemp("other machine")
-        write(roots[1], "/etc/nccl.conf", "NCCL_NSOCKS_PERTHREAD=2\n")
-    ranks = run_on_ranks(decide, case=case, variables=variables, roots=roots)
-    num_hosts = 2 if case == "two hosts" else 0
+    roots = [make_machine(tmp_path / "0"), make_machine(tmp_path / "1", file_of_one)]
+    ranks = run_on_ranks(decide, case=str(tmp_path), variables=variables, roots=roots)
+    num_hosts = 2 if SETTINGS in expected else 0
     assert ranks == [{"num_hosts": num_hosts, **of_rank} for of_rank in expected]
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +12,7 @@ import pytest
 from benchmarks import loopback
 from benchmarks.hosts import HostsRefused, held
 from benchmarks.slow_network import main
-from tests.support.programs import REPOSITORY, Program, no_process_left, processes_of, run_together
-from tests.support.warm import RUN_VARIABLE
+from tests.support.programs import REPOSITORY, Program, run_together
 
 OPTIONS = ["--model", "gpt2_shapes", "--rate", "100mbit", "--local-steps", "4"]
 COMMAND = ["-m", "benchmarks.slow_network", *OPTIONS]
@@ -80,37 +76,9 @@ def test_what_a_machine_does_not_permit_is_told() -> None:
         raise AssertionError("it does")
 
 
-@pytest.mark.long
-def test_hosts_and_ranks_end_with_the_command(tmp_path: Path) -> None:
-    output = tmp_path / "output.txt"
-    with no_process_left() as variables, output.open("w") as file:
-        options = {"cwd": REPOSITORY, "stdout": file, "stderr": subprocess.STDOUT, "variables": variables}
-        command = Program(COMMAND).start(**options)
-        run_id = variables[RUN_VARIABLE]
-        wait_until(lambda: len(ranks_of(run_id)) == 2 or command.poll() is not None)
-        command.send_signal(signal.SIGKILL)
-        if command.wait() != -signal.SIGKILL:
-            assert_refused(output.read_text())
-        # At once, and not when a rank has started and finds that nobody asks for anything.
-        wait_until(lambda: not processes_of(run_id), timeout_s=6)
-
-
 def assert_refused(output: str) -> None:
     assert output.startswith(REFUSAL)
     assert output.endswith(REMEDY)
-
-
-def ranks_of(run_id: str) -> list[bytes]:
-    """The command lines of the ranks that run."""
-    lines = [Path("/proc", str(pid), "cmdline").read_bytes() for pid in processes_of(run_id)]
-    return [line for line in lines if line.startswith(sys.executable.encode()) and b"benchmarks.ranks" in line]
-
-
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert condition()
 
 
 @pytest.mark.parametrize("other", [("--ranks", "4"), ("--device", "cuda")])

@@ -39,7 +39,9 @@ class Failing(torch.autograd.Function):
 class Steps(LightningModule):
     """Weights of which each moves by -1 in each step, whatever the batch."""
 
-    def __init__(self, *, fails_on: int, num_unused: int, overrides_backward: bool, fails_at: int = 3) -> None:
+    def __init__(
+        self, *, fails_on: int = 1, num_unused: int = 0, overrides_backward: bool = False, fails_at: int = 3
+    ) -> None:
         super().__init__()
         self._fails_at = fails_at
         self.weights = nn.ParameterList([torch.zeros(4) for _ in range(6)])
@@ -77,9 +79,7 @@ class Witness(Callback):
         write(self._directory / f"seen{trainer.global_rank}.json", seen)
 
 
-def fit(
-    *, directory: Path, fails_on: int, accumulate: int, num_unused: int, overrides_backward: bool, **options: Any
-) -> None:
+def fit(*, directory: Path, accumulate: int, module: dict[str, Any], **options: Any) -> None:
     trainer = make_trainer(
         BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, **options),
         devices=2,
@@ -88,40 +88,37 @@ def fit(
         enable_checkpointing=True,
         callbacks=[OnExceptionCheckpoint(directory / "rescued"), Witness(directory)],
     )
-    module = Steps(fails_on=fails_on, num_unused=num_unused, overrides_backward=overrides_backward)
-    trainer.fit(module, DataLoader(TensorDataset(torch.zeros(40, 1)), batch_size=2))
-
-
-PLAIN = {"fails_on": 1, "accumulate": 1, "num_unused": 0, "overrides_backward": False}
+    trainer.fit(Steps(**module), DataLoader(TensorDataset(torch.zeros(40, 1)), batch_size=2))
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("module", "accumulate", "options"),
     [
-        pytest.param({}, id="plain"),
-        pytest.param({"fails_on": 0, "num_unused": 2}, id="rank zero, unused parameters"),
-        pytest.param({"accumulate": 2}, id="no_sync"),  # batch 4 is the first of two
-        pytest.param({"accumulate": 5}, id="last of five"),
-        pytest.param({"overrides_backward": True}, id="overridden backward"),
-        pytest.param({"shard_optimizer": True}, id="sharded"),
-        pytest.param({"reduce_dtype": "int8"}, id="int8"),
-        pytest.param({"overlap": False}, id="no overlap"),
-        pytest.param({"local_steps": 2}, id="local_steps"),
+        pytest.param({}, 1, {}, id="plain"),
+        pytest.param({"fails_on": 0, "num_unused": 2}, 1, {}, id="rank zero, unused parameters"),
+        pytest.param({}, 2, {}, id="no_sync"),  # batch 4 is the first of two
+        pytest.param({}, 5, {}, id="last of five"),
+        pytest.param({"overrides_backward": True}, 1, {}, id="overridden backward"),
+        pytest.param({}, 1, {"shard_optimizer": True}, id="sharded"),
+        pytest.param({}, 1, {"reduce_dtype": "int8"}, id="int8"),
+        pytest.param({}, 1, {"overlap": False}, id="no overlap"),
+        pytest.param({}, 1, {"local_steps": 2}, id="local_steps"),
     ],
 )
 @pytest.mark.sampled(4)
-def test_nobody_takes_a_step_in_which_a_backward_failed(case: dict[str, Any], tmp_path: Path) -> None:
-    with doomed_ranks(fit, directory=tmp_path, **{**PLAIN, **case}) as ranks:
+def test_nobody_takes_a_step_in_which_a_backward_failed(
+    module: dict[str, Any], accumulate: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    with doomed_ranks(fit, directory=tmp_path, module=module, accumulate=accumulate, **options) as ranks:
         ended = ranks.wait()
     assert 0 not in ended.exit_codes
-    accumulate = case.get("accumulate", 1)
     num_steps = FAILS_IN // accumulate
     expected = [[-1.0 * num_steps] * 4] * 6
-    failed = case.get("fails_on", 1)
+    failed = module.get("fails_on", 1)
     assert "boom" in ended.results[f"seen{failed}"]["error"]
     assert f"Rank {failed} (process" in ended.results[f"seen{1 - failed}"]["error"]
-    if "shard_optimizer" in case:
-        # Each has a part of the optimizer's state: nothing can be saved alone.
+    if "shard_optimizer" in options:
+        # Each has a shard of the optimizer's state: no rank can save alone.
         assert not (tmp_path / "rescued").exists()
         return
     for rank in (0, 1):
@@ -129,15 +126,14 @@ def test_nobody_takes_a_step_in_which_a_backward_failed(case: dict[str, Any], tm
         assert torch.allclose(torch.tensor(ended.results[f"seen{rank}"]["weights"]), torch.tensor(expected), rtol=1e-6)
     saved = torch.load(tmp_path / "rescued" / "on_exception.ckpt", weights_only=True)
     assert saved["global_step"] == num_steps
-    assert [saved["state_dict"][f"weights.{number}"].tolist() for number in range(6)] == ended.results["seen0"][
-        "weights"
-    ]
+    weights = [saved["state_dict"][f"weights.{number}"].tolist() for number in range(6)]
+    assert weights == ended.results["seen0"]["weights"]
 
 
 def train_with_fabric(*, directory: Path, catches: bool, fails_at: int) -> None:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricBucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB))
     fabric.launch()
-    module = Steps(fails_on=1, num_unused=0, overrides_backward=False, fails_at=fails_at)
+    module = Steps(fails_at=fails_at)
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
     model.mark_forward_method("loss")
     errors: list[str] = []
@@ -170,7 +166,7 @@ def test_nobody_goes_on_with_fabric_even_if_the_exception_is_caught(
     first, *others = ended.results["seen1"]["errors"]
     assert first == "boom"
     assert len(others) == (2 if catches else 0)
-    # Without "boom": who catches by text would catch this for the rest of the run.
+    # Without "boom": a program that catches by text would catch this for the rest of the run.
     assert all("Rank 1 cannot go on: a backward has failed while ranks" in error for error in others)
     assert not any("boom" in error for error in others)
     first, *others = ended.results["seen0"]["errors"]
@@ -196,8 +192,7 @@ class Forgiving(Steps):
 
 def fit_and_catch(*, directory: Path, num_batches: int) -> None:
     trainer = make_trainer(BucketDDPStrategy(), devices=2, max_epochs=1, callbacks=[Witness(directory)])
-    module = Forgiving(fails_on=0, num_unused=0, overrides_backward=False)
-    trainer.fit(module, DataLoader(TensorDataset(torch.zeros(2 * num_batches, 1))))
+    trainer.fit(Forgiving(), DataLoader(TensorDataset(torch.zeros(2 * num_batches, 1))))
 
 
 @pytest.mark.parametrize("num_batches", [FAILS_IN + 3, FAILS_IN + 1], ids=["in the middle", "in the last batch"])

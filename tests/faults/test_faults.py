@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import signal
 import socket
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,9 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp.comm import connections
 from lightning_bucketddp.config import Timeouts
-from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
+from lightning_bucketddp.faults.heartbeat import Heartbeat, HeartbeatMonitor
 from lightning_bucketddp.faults.progress import Progress
-from lightning_bucketddp.faults.side_channel import GuardedStore, LocalRanks, SideChannel, StoreSilentError
-from lightning_bucketddp.processes import process_state
+from lightning_bucketddp.faults.side_channel import LocalProcess, SideChannel
 from tests.support.doomed_ranks import TIMEOUT_S, Ended, doomed_ranks
 from tests.support.forks import PROCESSES
 from tests.support.host_faults import HostFault, kill, let_happen
@@ -82,16 +83,6 @@ def test_rank_that_has_to_end_in_a_long_step_of_its_optimizer_still_saves(tmp_pa
     assert "seen0" in ended.results, ended.output[0]
     assert ended.results["seen0"]["type"] == "RankFailedError"
     assert ended.results["seen0"]["step"] == 4
-    assert_saved_as_seen(ended, tmp_path)
-
-
-@pytest.mark.long  # tests/faults/test_saver.py has the decision alone
-def test_rank_that_is_late_does_not_save_when_rank_zero_has_saved_and_gone(tmp_path: Path) -> None:
-    # The store has gone with rank zero.
-    fault = Fault("raise on rank 1, sleep on rank 2", "optimizer", rank=None)
-    ended = end_of(tmp_path, fault=fault, world_size=3)
-    assert ended.results["seen2"]["at"] - ended.results["seen0"]["at"] > 1
-    assert [ended.results[f"seen{rank}"]["is_global_zero"] for rank in (0, 1, 2)] == [True, False, False]
     assert_saved_as_seen(ended, tmp_path)
 
 
@@ -241,63 +232,55 @@ def test_rank_behind_in_backward_is_named_with_its_bucket(reduce_dtype: str | No
 
 
 @contextmanager
-def waiting(**timeouts: float) -> Iterator[tuple[HeartbeatMonitor, Progress, Callable[..., None]]]:
-    """The monitor of rank 0, which has waited for ten seconds; where it is; and what sends heartbeats of rank 1."""
+def waiting(**timeouts: float) -> Iterator[tuple[HeartbeatMonitor, Callable[..., None]]]:
+    """The monitor of rank 0, which has waited for ten seconds; and what sends heartbeats of rank 1."""
     store = HashStore()
     here, there = (SideChannel(store, name="run", rank=rank, world_size=2) for rank in (0, 1))
     with closing(here), closing(there):
         progress = Progress(waiting_in=(__file__,))
         progress.follow_this_thread()
         progress.since -= 10
-        local_ranks = LocalRanks(here, exit_status_of=lambda _: None)
-        guarded = GuardedStore(here, local_ranks, connections.Connections(), store_rank=None)
 
         def beat(**entries: Any) -> None:
-            there.set("beat/1", {"where": "validation", "process": "", "addresses": [], "stack": "", **entries})
+            there.set("beat/1", asdict(Heartbeat(where="validation", process="", addresses="", **entries)))
 
-        yield HeartbeatMonitor(guarded, progress, **timeouts), progress, beat
+        yield HeartbeatMonitor(here, progress, **timeouts), beat
 
 
 def test_rank_that_was_heard_a_moment_ago_is_not_taken_for_dead() -> None:
-    with waiting(warn_after_s=0.1, timeout_s=1) as (stalls, _, beat):
-        beat(count=1, seconds=10, waits=False)
-        stalls.update_wait()
-        assert stalls.nears_timeout()
-        stalls.anticipate_timeout()
-        threading.Timer(0.5, beat, kwargs={"count": 2, "seconds": 10, "waits": False}).start()
-        [behind] = stalls.find_stragglers()
+    with waiting(warn_after_s=0.1, timeout_s=1) as (monitor, beat):
+        beat(count=1, seconds=10.0, waits=False)
+        assert monitor.find_failure() is None
+        assert monitor.wait.heard is not None
+        threading.Timer(0.5, beat, kwargs={"count": 2, "seconds": 10.0, "waits": False}).start()
+        [behind] = monitor.find_stragglers()
         assert behind.what == "it has been there for 10 s"
 
 
 def test_nobody_waits_for_a_store_whose_process_is_stopped_after_it_was_asked() -> None:
-    server = subprocess.Popen([sys.executable, "-c", SERVE_STORE], stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    channel: SideChannel | None = None
-    try:
+    with subprocess.Popen([sys.executable, "-c", SERVE_STORE], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
         store = TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
-        channel = SideChannel(store, name="run", rank=0, world_size=1)
-        channel.is_silent = lambda: process_state(server.pid) == "T"
-        channel.set("left/0", 1)
-        server.send_signal(signal.SIGSTOP)
-        while not channel.is_silent():  # it may still answer until the signal has arrived
-            time.sleep(0.01)
-        with pytest.raises(StoreSilentError, match="does not answer rank 0"):
-            channel.get("left/0", int)
-        server.send_signal(signal.SIGCONT)
-        while channel.is_silent():
-            time.sleep(0.01)
-        assert channel.get("left/0", int) == 1
-    finally:
+        with closing(SideChannel(store, name="run", rank=0, world_size=2, store_rank=1)) as channel:
+            channel.set("left/0", 1)
+            server.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
+            threading.Timer(
+                0.5, channel.local_ranks.processes.update, [{1: LocalProcess(server.pid, os.pidfd_open(server.pid))}]
+            ).start()
+            assert channel.get("left/0", int) is None  # asked before it is known to be stopped
+            assert not channel.can_ask
+            server.send_signal(signal.SIGCONT)
+            while not channel.can_ask:
+                time.sleep(0.01)
+            assert channel.get("left/0", int) == 1
         server.kill()
-        server.wait()
-        if channel is not None:
-            channel.close()
 
 
 def test_rank_that_stands_still_ends_the_run_long_before_the_time_out_and_one_that_waits_warns(tmp_path: Path) -> None:
     ended = end_of(tmp_path, fault=Fault("sleep"), world_size=3, timeouts=Timeouts(stall_warning_s=1, stall_s=4))
-    told = re.findall(r"has waited \d+ s for other ranks in backward of batch 3", "".join(ended.output))
-    assert len(told) == 1
+    warnings = re.findall(r"has waited \d+ s for other ranks in backward of batch 3", "".join(ended.output))
+    assert len(warnings) == 1
     for rank in range(3):
         assert ended.results[f"seen{rank}"]["type"] == "RankFailedError"
         said = ended.results[f"seen{rank}"]["message"]
@@ -308,22 +291,21 @@ def test_rank_that_stands_still_ends_the_run_long_before_the_time_out_and_one_th
 
 
 def test_rank_that_goes_from_phase_to_phase_does_not_stand_still_nor_one_that_waits_too() -> None:
-    with waiting(warn_after_s=10, timeout_s=100, stall_timeout_s=0.1) as (stalls, progress, beat):
-        stalls.update_wait()
-        assert not stalls.looks_for_stall
+    with waiting(warn_after_s=10, timeout_s=100, stall_timeout_s=0.1) as (monitor, beat):
+        assert monitor.find_failure() is None
         time.sleep(0.2)
-        assert stalls.looks_for_stall
-        beat(count=1, seconds=0.05, waits=False)
-        assert stalls.find_stalled() is None
-        beat(count=2, seconds=50, waits=True)
-        assert stalls.find_stalled() is None
-        beat(count=3, seconds=50, waits=False)
-        stalled = stalls.find_stalled()
+        for number, (seconds, waits) in enumerate([(0.05, False), (50.0, True), (50.0, False)]):
+            stalled = monitor.find_failure()
+            assert stalled is None
+            beat(count=number, seconds=seconds, waits=waits)
+            monitor.wait.next_check = 0.0
+        stalled = monitor.find_failure()
         assert stalled is not None
-        assert stalled.describe() == "Rank 1 is stuck in validation: it has been there for 50 s."
-        progress.enter("forward")  # it waits no more
-        stalls.update_wait()
-        assert not stalls.looks_for_stall
+        assert stalled.describe().startswith(
+            "Rank 1 is stuck in validation: it has been there for 50 s; the others have"
+        )
+        monitor.progress.enter("forward")  # it waits no more
+        assert monitor.find_failure() is None
 
 
 @pytest.mark.long
@@ -362,7 +344,7 @@ def look_at_connections(host: Host, orders: Any) -> None:
                 of_this_process.cut_to([])
                 orders.send([s.recv(1) for s in (speaks, keeps_silent)])
             if order == "look":
-                of_this_process.look(every_s=0)
+                of_this_process.check(every_s=0)
                 orders.send(sorted(of_this_process.silent_hosts))
 
 

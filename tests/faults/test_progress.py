@@ -1,10 +1,14 @@
-"""Where a rank is, as others see it; and that asking where a thread is disturbs nothing."""
+"""The phase of a rank; and that reading the frames of a thread disturbs nothing."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,50 +30,45 @@ def test_asking_for_frames_locks_no_thread_for_ever() -> None:
     )
 
 
-def blocked() -> Progress:
-    """That of a rank whose training thread, this one, has been in its phase for long."""
+@contextmanager
+def looked_at(then: Callable[[], object]) -> Iterator[Progress]:
+    """Check from another thread that this rank waits in the block; call `then` to end that."""
     progress = BucketDDPStrategy()._progress
     progress.follow_this_thread()
     progress.since -= 10
-    return progress
+    with ThreadPoolExecutor(1) as threads:
+
+        def check() -> bool:
+            time.sleep(0.3)
+            is_waiting = progress.is_waiting
+            then()
+            return is_waiting
+
+        checked = threads.submit(check)
+        yield progress
+    assert checked.result()
 
 
 def test_a_rank_that_waits_for_a_bucket_is_seen_to_wait() -> None:
-    progress = blocked()
     lock = threading.Lock()
     lock.acquire()
-    seen: list[bool] = []
-
-    def look() -> None:
-        seen.append(progress.is_waiting)
-        lock.release()
-
-    threading.Timer(0.3, look).start()
-    # As torch's own: neither `wait` has a frame in Python.
-    PendingReduction(0, SimpleNamespace(wait=lock.acquire)).wait()
-    assert seen == [True]
+    with looked_at(then=lock.release) as progress:
+        # As torch's own: neither `wait` has a frame in Python.
+        PendingReduction(0, SimpleNamespace(wait=lock.acquire)).wait()
     with pytest.raises(RuntimeError) as raised:
         PendingReduction(0, SimpleNamespace(wait=partial(torch.ones(3).view, 7))).wait()
     assert progress.was_waiting(raised.value)
 
 
 def test_a_rank_that_waits_for_a_communication_hook_is_seen_to_wait() -> None:
-    progress = blocked()
     future: Future[Any] = Future()
-    seen: list[bool] = []
-
-    def look() -> None:
-        seen.append(progress.is_waiting)
-        future.set_exception(RuntimeError("Application timeout caused pair closure"))
-
-    threading.Timer(0.3, look).start()
-    with pytest.raises(RuntimeError, match="timeout") as raised:
+    error = RuntimeError("Application timeout caused pair closure")
+    with looked_at(then=partial(future.set_exception, error)) as progress, pytest.raises(RuntimeError) as raised:
         future.wait()
-    assert seen == [True]
     assert progress.was_waiting(raised.value)
 
 
-def test_a_phase_that_raises_is_left_and_named_to_whoever_reports_the_error() -> None:
+def test_a_phase_that_raises_is_left_and_named_where_the_error_is_reported() -> None:
     progress = Progress(waiting_in=())
     progress.enter("the training loop")
     with pytest.raises(ValueError, match="outer") as raised:  # noqa: PT012  (as a user's program does)

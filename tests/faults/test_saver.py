@@ -19,10 +19,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file, claim_file, find_temporary_files
-from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.faults import side_channel
 from lightning_bucketddp.faults.failure import Failure, Kind
-from lightning_bucketddp.faults.side_channel import GuardedStore, LocalRanks, SaverElection, SideChannel
+from lightning_bucketddp.faults.side_channel import SaverElection, SideChannel
 from tests.support.forks import PROCESSES
 from tests.support.ranks import on_ranks
 from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer
@@ -38,13 +37,10 @@ class Ranks:
 
     def __init__(self, directory: Path, *, name: str = "run") -> None:
         store = HashStore()
-        self._channels = [SideChannel(store, name=name, rank=rank, world_size=WORLD_SIZE) for rank in range(WORLD_SIZE)]
-        self._stores = [
-            GuardedStore(channel, LocalRanks(channel, exit_status_of=lambda _: None), Connections(), store_rank=0)
-            for channel in self._channels
-        ]
+        of_all: dict[str, Any] = {"name": name, "world_size": WORLD_SIZE, "store_rank": 0}
+        self._channels = [SideChannel(store, rank=rank, **of_all) for rank in range(WORLD_SIZE)]
         claim = partial(claim_file, str(directory))
-        self._elections = [SaverElection(guarded, claim_file=claim) for guarded in self._stores]
+        self._elections = [SaverElection(channel, claim_file=claim) for channel in self._channels]
 
     def close(self) -> None:
         for channel in self._channels:
@@ -52,13 +48,13 @@ class Ranks:
 
     def lose_store(self) -> None:
         """Let no rank reach the store any more."""
-        for guarded in self._stores:
-            guarded.is_lost = True
+        for channel in self._channels:
+            channel.is_lost = True
 
-    def look(self) -> None:
-        """As their watchdogs do while the store lives."""
+    def check(self) -> None:
+        """Do as their watchdogs do while the store lives."""
         for election in self._elections:
-            election.look()
+            election.check()
 
     def savers(self, *, come: list[int], failure: Failure) -> list[int]:
         """The ranks that find that they save, of those that come to their end at the same time."""
@@ -118,7 +114,7 @@ def test_a_rank_that_is_late_does_not_save_again_when_rank_zero_has_saved_and_en
 ) -> None:
     ranks = make_ranks()
     assert ranks.savers(come=[0], failure=RANK_FIVE_RAISED) == [0]
-    ranks.look()
+    ranks.check()
     ranks.lose_store()
     assert ranks.savers(come=[1, 2, 3, 4], failure=RANK_FIVE_RAISED) == []
 
@@ -150,8 +146,8 @@ def test_one_process_makes_the_file_and_a_later_save_removes_it(tmp_path: Path) 
 
 @on_ranks()
 @like_torchrun()
-def test_what_is_not_saved_is_told_with_the_last_checkpoint_that_is(tmp_path: Path) -> None:
-    """What is there after three saves and a step that was torn, and what was said of it; again when one is removed."""
+def test_the_log_names_the_last_checkpoint_when_one_is_not_saved(tmp_path: Path) -> None:
+    """Save after a partial step, with three checkpoints before it; then again without the newest of them."""
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
     options: dict[str, Any] = {"max_steps": 3, "limit_val_batches": 0, "enable_checkpointing": True}
     trainer = make_trainer("bucketddp", callbacks=checkpoints, **options)
@@ -159,14 +155,14 @@ def test_what_is_not_saved_is_told_with_the_last_checkpoint_that_is(tmp_path: Pa
     assert isinstance(trainer.strategy, BucketDDPStrategy)
     trainer.strategy.has_partial_step = True
     there = []
-    with lines_logged("lightning_bucketddp") as told:
+    with lines_logged("lightning_bucketddp") as lines:
         for _ in range(2):
-            trainer.save_checkpoint(tmp_path / "torn.ckpt")
+            trainer.save_checkpoint(tmp_path / "partial.ckpt")
             there.append(max(path.name for path in tmp_path.glob("*.ckpt")))
             dist.barrier()
             (tmp_path / there[-1]).unlink(missing_ok=True)
             dist.barrier()
     assert there == ["epoch=0-step=3.ckpt", "epoch=0-step=2.ckpt"]
-    assert [line.partition("Resume from ")[2] for line in told] == [
+    assert [line.partition("Resume from ")[2] for line in lines] == [
         f"`{tmp_path / name}`, the last that was saved." for name in there
     ]

@@ -1,4 +1,4 @@
-"""What is saved when a run with divided optimizer state goes wrong: all of it, or nothing."""
+"""What is saved when a run with a sharded optimizer goes wrong: all of its state, or nothing."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from tests.support.scripts.faults import Fault
 LOST = "is not saved: the other ranks cannot be reached any more, and each of them has a part of the optimizers' state"
 
 
-# It has stepped its own share of the weights.
-TORN = "is not saved, because a rank was lost while gradients or weights were being exchanged"
+# It has stepped its own shard of the weights.
+PARTIAL = "is not saved, because a rank was lost while gradients or weights were being exchanged"
 
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (Fault("raise", "optimizer", rank=0), TORN),
+        (Fault("raise", "optimizer", rank=0), PARTIAL),
         (Fault("raise", "on_train_batch_end", rank=0), LOST),
         (Fault("SIGKILL", "on_train_batch_end"), LOST),
     ],
     ids=["rank_zero_raises_in_its_step", "rank_zero_raises", "another_dies"],
 )
-def test_a_checkpoint_without_the_part_of_a_lost_rank_is_not_written(fault: Fault, reason: str, tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_shard_of_a_lost_rank_is_not_written(
+    fault: Fault, reason: str, tmp_path: Path
+) -> None:
     ended = end_of(tmp_path, fault=fault, shard_optimizer=True, save_every=2)
     assert not (tmp_path / "on_exception" / "on_exception.ckpt").exists()
     assert reason in " ".join(ended.output[0].split())

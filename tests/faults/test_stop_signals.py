@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_bucketddp import BucketDDPStrategy
-from tests.support.doomed_ranks import doomed_ranks
+from tests.support.doomed_ranks import Ended, doomed_ranks
 from tests.support.scripts.faults import Fault, fit
 from tests.support.scripts.models import Regression, loader
 from tests.support.scripts.trainers import make_trainer
@@ -29,12 +29,22 @@ def checkpoint_of(directory: Path) -> dict[str, Any]:
     return torch.load(directory / "on_exception" / "on_exception.ckpt", weights_only=True)
 
 
+def end_of(directory: Path, fault: Fault, *, number: int = 0, targets: tuple[int, ...] = (), **options: Any) -> Ended:
+    """Let a fit meet `fault`; then send signal `number` to `targets`, when other ranks wait for the faulty one."""
+    with doomed_ranks(fit, directory=directory, fault=fault, **options) as ranks:
+        if targets:
+            ranks.wait_for("fault.json")
+            time.sleep(1.5)  # by now they wait, where no handler can run
+        for rank in targets:
+            ranks.send(rank, number)
+        return ranks.wait()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", SEEN_AS)
 @pytest.mark.sampled(2)
 def test_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signals, rank: int, tmp_path: Path) -> None:
-    with doomed_ranks(fit, directory=tmp_path, fault=Fault(number.name, rank=rank), world_size=3) as ranks:
-        ended = ranks.wait()
+    ended = end_of(tmp_path, Fault(number.name, rank=rank), world_size=3)
     assert ended.exit_codes == [EXIT_CODE_OF[number]] * 3
     seen = [ended.results[f"seen{r}"] for r in range(3)]
     assert {one["type"] for one in seen} == {SEEN_AS[number]}
@@ -48,76 +58,58 @@ def test_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signals
 
 @pytest.mark.parametrize("how", ["Ctrl-C, noticed late by rank 1", "Ctrl-C, passed on by the parent"])
 def test_one_ctrl_c_that_comes_in_two_ways_stops_after_a_step(how: str, tmp_path: Path) -> None:
-    with doomed_ranks(fit, directory=tmp_path, fault=Fault(how, rank=None)) as ranks:
-        ended = ranks.wait()
+    ended = end_of(tmp_path, Fault(how, rank=None))
     assert [ended.results[f"seen{rank}"]["step"] for rank in (0, 1)] == [4, 4], ended.output
     assert checkpoint_of(tmp_path)["global_step"] == 4
 
 
 def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
-    with doomed_ranks(fit, directory=tmp_path, fault=Fault("Ctrl-C twice", rank=None)) as ranks:
-        ended = ranks.wait()
+    ended = end_of(tmp_path, Fault("Ctrl-C twice", rank=None))
     assert [ended.results[f"seen{rank}"]["step"] for rank in (0, 1)] == [3, 3], ended.output
 
 
 def test_signal_in_a_long_step_costs_that_step(tmp_path: Path) -> None:
-    with doomed_ranks(fit, directory=tmp_path, fault=Fault("SIGTERM"), pause_s=60, slow_from=3) as ranks:
-        ended = ranks.wait()
+    ended = end_of(tmp_path, Fault("SIGTERM"), pause_s=60, slow_from=3)
     assert ended.at - ended.results["fault"]["at"] < SOON_S
     assert ended.exit_codes == [143, 143]
     assert checkpoint_of(tmp_path)["global_step"] == 3
 
 
-@pytest.mark.parametrize("number", SEEN_AS)
 @pytest.mark.parametrize(
-    "where", ["training_step", *(pytest.param(w, marks=pytest.mark.long) for w in ("data worker", "validation_step"))]
+    ("fault", "number", "targets", "options"),
+    [
+        *[(Fault("sleep"), number, (0,), {}) for number in SEEN_AS],
+        *[
+            pytest.param(Fault("sleep", where), number, (0,), options, marks=pytest.mark.long)
+            for where, options in (("data worker", {"num_workers": 1}), ("validation_step", {"val_check_interval": 4}))
+            for number in SEEN_AS
+        ],
+        # Ranks wait in collectives that do not match.
+        *[(Fault("collective", rank=0), signal.SIGINT, targets, {}) for targets in ((0,), (1,), (0, 1))],
+    ],
+    ids=lambda value: value.where if isinstance(value, Fault) else None,
 )
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 def test_signal_to_a_rank_that_waits_for_another_one_in_a_collective(
-    number: signal.Signals, where: str, tmp_path: Path
+    fault: Fault, number: signal.Signals, targets: tuple[int, ...], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"num_workers": 1} if where == "data worker" else {"val_check_interval": 4}
-    with doomed_ranks(fit, directory=tmp_path, fault=Fault("sleep", where), **options) as ranks:
-        ranks.wait_for("fault.json")
-        time.sleep(1.5)  # by now rank 0 waits for rank 1, where no handler can run
-        ranks.send(0, number)
-        ended = ranks.wait()
+    ended = end_of(tmp_path, fault, number=number, targets=targets, **options)
     assert ended.exit_codes == [EXIT_CODE_OF[number]] * 2, ended.output
     assert {ended.results[f"seen{rank}"]["type"] for rank in (0, 1)} == {SEEN_AS[number]}
-    assert f"rank 0 received {number.name}; all ranks stop." in ended.output[0]
+    assert any(f"rank {rank} received {number.name}; all ranks stop." in ended.output[rank] for rank in targets)
     assert checkpoint_of(tmp_path)["global_step"] == ended.results["seen0"]["step"]
-
-
-@pytest.mark.parametrize("targets", [(0,), (1,), (0, 1)])
-@pytest.mark.sampled(1)
-def test_ctrl_c_while_ranks_wait_in_collectives_that_do_not_match(targets: tuple[int, ...], tmp_path: Path) -> None:
-    with doomed_ranks(fit, directory=tmp_path, fault=Fault("collective", rank=0)) as ranks:
-        ranks.wait_for("fault.json")
-        time.sleep(1.5)
-        for rank in targets:
-            ranks.send(rank, signal.SIGINT)
-        ended = ranks.wait()
-    assert ended.exit_codes == [1, 1], ended.output
-    assert {ended.results[f"seen{rank}"]["type"] for rank in (0, 1)} == {"KeyboardInterrupt"}
-    assert checkpoint_of(tmp_path)["global_step"] == 3
 
 
 @pytest.mark.parametrize("target", [0, 1])
 @pytest.mark.sampled(1)
 def test_ctrl_c_before_the_first_step_while_others_wait_at_a_barrier(target: int, tmp_path: Path) -> None:
-    with doomed_ranks(fit, directory=tmp_path, fault=Fault("sleep", "setup")) as ranks:
-        ranks.wait_for("fault.json")
-        time.sleep(1.5)
-        ranks.send(target, signal.SIGINT)
-        ended = ranks.wait()
+    ended = end_of(tmp_path, Fault("sleep", "setup"), number=signal.SIGINT, targets=(target,))
     assert 0 not in ended.exit_codes
     assert not any("finished" in name for name in ended.results)
 
 
 def test_sigint_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
-    fault = Fault("SIGINT", rank=0)
-    with doomed_ranks(fit, directory=tmp_path, fault=fault, ignores_sigint=True, num_batches=40) as ranks:
-        ended = ranks.wait()
+    ended = end_of(tmp_path, Fault("SIGINT", rank=0), ignores_sigint=True, num_batches=40)
     assert ended.exit_codes == [0, 0], ended.output
     assert {"finished0", "finished1"} <= ended.results.keys()
 
@@ -138,8 +130,7 @@ def test_ctrl_c_at_the_end_of_a_fit_ends_the_program(tmp_path: Path) -> None:
 
 
 def test_signal_waits_for_the_end_of_an_optimizers_step(tmp_path: Path) -> None:
-    with doomed_ranks(fit, directory=tmp_path, fault=Fault("SIGTERM and sleep", "optimizer", rank=None)) as ranks:
-        ended = ranks.wait()
+    ended = end_of(tmp_path, Fault("SIGTERM and sleep", "optimizer", rank=None))
     checkpoint = checkpoint_of(tmp_path)
     # Ended in the middle, the optimizer would have taken a step that the trainer has not counted.
     assert checkpoint["optimizer_states"][0]["state"][0]["step"] == checkpoint["global_step"] >= 4

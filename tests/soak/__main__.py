@@ -8,6 +8,7 @@ and whether it can be started again and ends with the weights of an undisturbed 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
 import random
@@ -56,70 +57,58 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-class Soak:
-    """All rounds of one call, and what they have come to."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._until = time.monotonic() + 60 * options.minutes
-        self._directory = Path(tempfile.mkdtemp(prefix="soak-"))
-        self._arena = Arena(
-            directory=self._directory,
-            checkpoints=self._directory,
-            strategy=options.strategy,
-            patience_s=options.deadline,
-            resume="auto" if options.strategy == "bucketddp" else "last",
-        )
-        self._weights = ""
-        self._lock = threading.Lock()
-        self.tally = Tally(lambda outcome: _replay(outcome, options))
-
-    def run(self, seed: int) -> None:
-        print(f"seed {seed}; the files of rounds that go wrong stay in {self._directory}", flush=True)
-        with ThreadPoolExecutor(self._options.jobs) as jobs:
-            list(jobs.map(self._run_round, range(seed, seed + self._options.rounds)))
-        if not self.tally.failed:
-            shutil.rmtree(self._directory)
-
-    def _run_round(self, seed: int) -> None:
-        if time.monotonic() > self._until:
-            return
-        with self._lock:
-            self._weights = self._weights or self._weights_undisturbed()
-        options = self._options
-        trial = Trial.draw(seed, launchers=options.launcher or LAUNCHERS, faults=options.fault or FAULTS)
-        try:
-            with _in(self._arena, str(seed), trial) as place:
-                outcome = run_round(trial, place, expected_weights=self._weights)
-        except pytest.skip.Exception as reason:
-            print(f"{seed:<8}{trial.launcher:<9}left out: {reason}", flush=True)
-            return
-        with self._lock:
-            print(self.tally.add(outcome), flush=True)
-        if not outcome.findings:
-            shutil.rmtree(self._directory / str(seed))
-
-    def _weights_undisturbed(self) -> str:
-        with _in(self._arena, "undisturbed", None) as calm:
-            weights = weights_undisturbed(calm)
-        shutil.rmtree(self._directory / "undisturbed")
-        return weights
-
-
 def main(arguments: list[str]) -> int:
     # Ignored where a shell has started us in the background, and then by all that we start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options = parse(arguments)
-    soak = Soak(options)
-    soak.run(random.randrange(10**6) if options.seed is None else options.seed)
+    seed = random.randrange(10**6) if options.seed is None else options.seed
+    until = time.monotonic() + 60 * options.minutes
+    directory = Path(tempfile.mkdtemp(prefix="soak-"))
+    arena = Arena(
+        directory=directory,
+        checkpoints=directory,
+        strategy=options.strategy,
+        patience_s=options.deadline,
+        resume="auto" if options.strategy == "bucketddp" else "last",
+    )
+    tally = Tally(lambda outcome: _replay(outcome, options))
+    lock = threading.Lock()
+
+    @functools.cache
+    def expected_weights() -> str:
+        with _in(arena, "undisturbed", None) as calm:
+            return weights_undisturbed(calm)
+
+    def run_one(seed: int) -> None:
+        if time.monotonic() > until:
+            return
+        with lock:
+            expected_weights()
+        trial = Trial.draw(seed, launchers=options.launcher or LAUNCHERS, faults=options.fault or FAULTS)
+        try:
+            with _in(arena, str(seed), trial) as place:
+                outcome = run_round(trial, place, expected_weights=expected_weights())
+        except pytest.skip.Exception as reason:
+            print(f"{seed:<8}{trial.launcher:<9}left out: {reason}", flush=True)
+            return
+        with lock:
+            print(tally.add(outcome), flush=True)
+        if not outcome.findings:
+            shutil.rmtree(directory / str(seed))
+
+    print(f"seed {seed}; the files of rounds that go wrong stay in {directory}", flush=True)
+    with ThreadPoolExecutor(options.jobs) as jobs:
+        list(jobs.map(run_one, range(seed, seed + options.rounds)))
+    if not tally.failed:
+        shutil.rmtree(directory)
     warm.close()
-    print(soak.tally.table(), flush=True)
+    print(tally.summary(), flush=True)
     if options.result:
         versions = f"torch {torch.__version__}, Lightning {lightning.__version__}, Python {platform.python_version()}"
         command = shlex.join(["python", "-m", "tests.soak", *arguments])
         machine = f"{platform.machine()}, {os.cpu_count()} cores"
-        options.result.write_text(soak.tally.document(f"`{command}`, with {versions}, on {machine}."))
-    return 1 if soak.tally.failed else 0
+        options.result.write_text(tally.document(f"`{command}`, with {versions}, on {machine}."))
+    return 1 if tally.failed else 0
 
 
 @contextmanager

@@ -22,7 +22,6 @@ SCRIPT = Path(__file__).parents[1] / "support" / "scripts" / "soaked.py"
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
 HANG, LOSS, RESUME, SAMPLES = "hang", "loss", "not resumed", "samples"
 LEFTOVER, STATUS, WORDS, WEIGHTS = "leftover", "exit status", "words", "weights"
-WRONGS = (HANG, LOSS, RESUME, SAMPLES, LEFTOVER, STATUS, WORDS, WEIGHTS)
 # What torch itself leaves when its processes are killed.
 _OF_TORCH = re.compile(r"^tmp/(torchelastic_|torchinductor_|pymp-|torch_|pytorch-errorfile-)")
 _LEAVES_OUT = re.compile(r"`auto_resume` leaves out checkpoint\s+`.*\.ckpt`")
@@ -38,33 +37,23 @@ class Finding:
 
 @dataclass
 class Effect:
-    """What a fault did.
-
-    Attributes:
-        seconds: from the fault to the end of all processes or, where the run goes on, to the next complete step.
-        steps_lost: that had to be done again, or would have to be.
-    """
+    """What a fault did."""
 
     fault: Fault
-    seconds: float
+    seconds: float  # from the fault to the end of all processes or, where the run goes on, to the next complete step
     goes_on: bool = False
-    steps_lost: int | None = None
+    steps_lost: int | None = None  # that had to be done again, or would have to be
 
 
 @dataclass
 class Outcome:
-    """What came of a round.
-
-    Attributes:
-        effects: of the faults that happened, in their order.
-        are_replicas_equal: None: the run was not complete, and not started again.
-    """
+    """What came of a round."""
 
     trial: Trial
     findings: list[Finding] = field(default_factory=list)
-    effects: list[Effect] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)  # of the faults that happened, in their order
     came_too_late: bool = False
-    are_replicas_equal: bool | None = None
+    are_replicas_equal: bool | None = None  # None: the run was not complete, and not started again
 
     def find(self, kind: str, what: str) -> None:
         self.findings.append(Finding(kind, what))
@@ -72,39 +61,29 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Arena:
-    """Where and how rounds are run.
+    """Where and how rounds are run."""
 
-    Attributes:
-        directory: of this round; empty.
-        checkpoints: where they are.
-        disk: that they are on, if it is one of their own.
-        network: whose hosts the ranks are on, if these are their own.
-        strategy: of the Trainer.
-        patience_s: how long processes may take to end after a fault.
-        script: the program.
-        python: that runs it; None: a warm one.
-        resume: "auto", or "last": Lightning's `ckpt_path`.
-    """
-
-    directory: Path
+    directory: Path  # of this round; empty
     checkpoints: Path
-    disk: Disk | None = None
-    network: Network | None = None
+    disk: Disk | None = None  # that the checkpoints are on, if it is one of their own
+    network: Network | None = None  # whose hosts the ranks are on, if these are their own
     strategy: str = "bucketddp"
-    patience_s: float = 30.0
+    patience_s: float = 30.0  # how long processes may take to end after a fault
     script: Path = SCRIPT
-    python: str | None = None
-    resume: str = "auto"
+    python: str | None = None  # that runs the script; None: a warm one
+    resume: str = "auto"  # or "last": Lightning's `ckpt_path`
 
     def program(self, trial: Trial | None, *, num_starts: int = 0, hosts: Sequence[int] = (0, 1)) -> Program:
-        """The program that meets the faults of `trial`; None: that nothing happens to."""
+        """Return the program that meets the faults of `trial`; None: that nothing happens to."""
         faults = [] if trial is None else trial.faults
+        # That a parent is gone is noticed within seconds, in which a run should not be complete.
+        pause_s = 0.0 if trial is None else 0.15 if trial.needs_parents else 0.03
         settings = {
             "directory": str(self.directory),
             "checkpoints": "/mnt" if self.disk else str(self.checkpoints),
             "strategy": self.strategy,
             "timeout_s": trial.timeout_s if trial else TIMEOUT_S,
-            "pause_s": _pause_s(trial) if trial else 0.0,
+            "pause_s": pause_s,
             "resume": self.resume,
             "faults": [
                 {"what": one.what, "where": one.where, "rank": one.target, "step": one.step, **one.details}
@@ -121,11 +100,6 @@ class Arena:
             hosts=hosts,
             num_starts=num_starts,
         )
-
-
-def _pause_s(trial: Trial) -> float:
-    # That a parent is gone is noticed within seconds, in which a run should not be complete.
-    return 0.15 if trial.needs_parents else 0.03
 
 
 def run_round(trial: Trial, arena: Arena, *, expected_weights: str | None) -> Outcome:
@@ -231,14 +205,9 @@ def _check_end(outcome: Outcome, arena: Arena, run: Running, output: str, expect
     for words in trial.not_said_in(output):
         outcome.find(WORDS, f"the output does not say {words!r}")
     for effect in outcome.effects:
-        _check_loss(outcome, effect)
-
-
-def _check_loss(outcome: Outcome, effect: Effect) -> None:
-    if effect.steps_lost is None or effect.steps_lost <= effect.fault.max_lost_steps:
-        return
-    kind = RESUME if effect.goes_on else LOSS
-    outcome.find(kind, f"{effect.steps_lost} steps were done again after {effect.fault.what}")
+        if effect.steps_lost is not None and effect.steps_lost > effect.fault.max_lost_steps:
+            kind = RESUME if effect.goes_on else LOSS
+            outcome.find(kind, f"{effect.steps_lost} steps were done again after {effect.fault.what}")
 
 
 def _check_finish(outcome: Outcome, arena: Arena, run: Running, expected: str | None) -> None:

@@ -10,10 +10,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_bucketddp.processes import process_start_time
 from tests.soak.trial import MAX_RESTARTS, Fault
 from tests.startup.test_clusters import slurm_job, slurm_task
 from tests.support.hosts import Network
@@ -29,14 +30,6 @@ _RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=
 
 
 @dataclass(frozen=True)
-class Task:
-    """A command, and what it has in its environment."""
-
-    command: Sequence[str]
-    variables: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Program:
     """A script that a launcher starts in a `python`, as the end of `within`, or on `hosts` of a `network`."""
 
@@ -49,18 +42,19 @@ class Program:
     hosts: Sequence[int] = ()
     num_starts: int = 0
 
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[tuple[Sequence[str], dict[str, str]]]:
+        """Return commands, each with the variables that it has in its environment."""
         start_method = self.launcher if self.launcher in ("spawn", "fork") else "popen"
         script = (str(self.script), json.dumps({**self.settings, "start_method": start_method}))
         on_one_host = (*_TORCHRUN, "--standalone", "--nproc-per-node=2")
         if self.launcher == "hosts":
-            return [Task(self._on_host(number, script)) for number in self.hosts]
+            return [(self._on_host(number, script), {}) for number in self.hosts]
         if self.launcher == "slurm":
             job = {**slurm_job(num_nodes=1), "SLURM_RESTART_COUNT": str(self.num_starts)}
             command = (*self.within, self.python, *script)
-            return [Task(command, {**job, **slurm_task(rank, num_nodes=1)}) for rank in (0, 1)]
+            return [(command, {**job, **slurm_task(rank, num_nodes=1)}) for rank in (0, 1)]
         by = {"torchrun": on_one_host, "elastic": (*on_one_host, f"--max-restarts={MAX_RESTARTS}")}
-        return [Task((*self.within, self.python, *by.get(self.launcher, ()), *script))]
+        return [((*self.within, self.python, *by.get(self.launcher, ()), *script), {})]
 
     def _on_host(self, number: int, script: Sequence[str]) -> Sequence[str]:
         assert self.network is not None
@@ -155,7 +149,7 @@ class Running:
             process = self._started[run_ids[0 if target == "launcher" else int(target)]]
             return [process.pid] if process.poll() is None else []
         if target in ("all", "newest"):
-            pids = sorted(self.processes, key=_start_time)
+            pids = sorted(self.processes, key=process_start_time)
             return pids if target == "all" else pids[-1:]
         of_rank = {one["rank"]: one["pid"] for one in self.reports()}
         wanted = [of_rank.get(rank) for rank in ((0, 1) if target == "ranks" else (target,))]
@@ -198,14 +192,14 @@ def running(program: Program, *, directory: Path, output: Path) -> Iterator[Runn
     run: Running | None = None
     try:
         with output.open("w") as file:  # not a pipe, which a process left behind would keep open
-            for task in program.tasks():
+            for command, variables in program.tasks():
                 run_id = str(uuid.uuid4())
                 path = f"{directory}/bin{os.pathsep}{os.environ['PATH']}"
                 environment = {**os.environ, RUN_VARIABLE: run_id, "TMPDIR": str(temporary), "PATH": path}
                 # Away from our terminal: Ctrl-C is for the soak, which ends its programs.
                 processes[run_id] = subprocess.Popen(
-                    task.command,
-                    env={**environment, **task.variables},
+                    command,
+                    env={**environment, **variables},
                     cwd=directory,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -219,9 +213,3 @@ def running(program: Program, *, directory: Path, output: Path) -> Iterator[Runn
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
-
-
-def _start_time(pid: int) -> int:
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return 0

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from statistics import median
 
-from tests.soak.round import LEFTOVER, WRONGS, Effect, Outcome
+from tests.soak.round import LEFTOVER, Effect, Outcome
 
 
-@dataclass
 class Tally:
-    """Counts outcomes, and says how to see the bad ones again.
+    """Counts outcomes; `replay` returns the command that repeats a round."""
 
-    Attributes:
-        replay: the command that repeats a round.
-    """
-
-    replay: Callable[[Outcome], str]
-    outcomes: list[Outcome] = field(default_factory=list)
+    def __init__(self, replay: Callable[[Outcome], str]) -> None:
+        self.outcomes: list[Outcome] = []
+        self._replay = replay
 
     def add(self, outcome: Outcome) -> str:
-        """One line for each fault of `outcome`, and one for each thing that is wrong."""
+        """Return one line for each fault of `outcome`, and one for each finding."""
         self.outcomes = sorted([*self.outcomes, outcome], key=lambda one: one.trial.seed)
         verdict = "WRONG" if outcome.findings else "too late" if outcome.came_too_late else "well"
         begin = f"{outcome.trial.seed:<8}{outcome.trial.launcher:<9}"
@@ -39,58 +33,50 @@ class Tally:
     def effects(self) -> list[tuple[Outcome, Effect]]:
         return [(outcome, effect) for outcome in self.outcomes for effect in outcome.effects]
 
-    def table(self) -> str:
-        """All rounds, by fault and by what was wrong."""
-        faults = Counter(effect.fault.what for _, effect in self.effects)
-        wrongs = Counter(kind for outcome in self.outcomes for kind in {one.kind for one in outcome.findings})
-        counts = {"rounds": len(self.outcomes), "faults": len(self.effects)}
-        counts |= {"faults that came too late": sum(outcome.came_too_late for outcome in self.outcomes)}
-        counts |= {f"fault {fault}": number for fault, number in sorted(faults.items())}
-        counts |= {f"wrong: {kind}": wrongs[kind] for kind in WRONGS}
-        lines = [f"{name:<28}{number:>6}" for name, number in counts.items()]
-        return "\n".join([*lines, *(f"to see it again: {self.replay(outcome)}" for outcome in self.failed)])
-
-    def document(self, about: str) -> str:
-        """The result file: a table by fault, and all rounds in the order of their seeds."""
-        lines = [f"# Faults of a soak\n\n{about}\n", *self._by_fault(), "", *self._all_faults()]
+    def summary(self) -> str:
+        """Return a table by fault, and what was wrong."""
         wrong = [
-            f"* {outcome.trial.seed}: {finding.kind}: {finding.what} (`{self.replay(outcome)}`)"
+            f"* {outcome.trial.seed}: {finding.kind}: {finding.what} (`{self._replay(outcome)}`)"
             for outcome in self.failed
             for finding in outcome.findings
         ]
-        return "\n".join([*lines, "", "## What was wrong\n", *(wrong or ["Nothing."]), ""])
+        too_late = sum(outcome.came_too_late for outcome in self.outcomes)
+        counts = f"{len(self.outcomes)} rounds with {len(self.effects)} faults; {too_late} came too late."
+        return "\n".join([counts, "", *self._by_fault(), "", "## What was wrong\n", *(wrong or ["Nothing."]), ""])
 
-    def _by_fault(self) -> list[str]:
-        rows = []
-        for name in sorted({(effect.fault.what, effect.goes_on) for _, effect in self.effects}):
-            found = [
-                (outcome, effect) for outcome, effect in self.effects if (effect.fault.what, effect.goes_on) == name
-            ]
-            seconds = [effect.seconds for _, effect in found]
-            lost = [effect.steps_lost for _, effect in found if effect.steps_lost is not None]
-            wrong = len({outcome.trial.seed for outcome, _ in found if outcome.findings})
-            rows.append(
-                f"| `{name[0]}` | {'next step' if name[1] else 'end of all'} | {len(found)} | {median(seconds):.1f} |"
-                f" {max(seconds):.1f} | {max(lost, default='')} | {wrong} |"
-            )
-        head = "| fault | seconds until | number | median s | max s | max steps lost | rounds that went wrong |"
-        return [head, "|---|---|---|---|---|---|---|", *rows]
-
-    def _all_faults(self) -> list[str]:
+    def document(self, about: str) -> str:
+        """Return the text of the result file: the summary, and all rounds in the order of their seeds."""
         head = "| seed | launcher | fault | whom, when | s | until | steps lost | replicas equal | left behind |"
-        rows = []
+        rows = [head, "|---|---|---|---|---|---|---|---|---|"]
         for outcome, effect in self.effects:
             what, rest = effect.fault.describe()[:23].strip(), " ".join(effect.fault.describe()[23:].split())
             equal = {None: "not started again", True: "yes", False: "NO"}[outcome.are_replicas_equal]
             left = "; ".join(one.what for one in outcome.findings if one.kind == LEFTOVER) or "nothing"
             rows.append(
                 f"| {outcome.trial.seed} | {outcome.trial.launcher} | `{what}` | {rest} | {effect.seconds:.1f} |"
-                f" {'next step' if effect.goes_on else 'end of all'} | {effect.steps_lost} | {equal} | {left} |"
+                f" {_until(effect)} | {effect.steps_lost} | {equal} | {left} |"
             )
-        return ["## All faults\n", head, "|---|---|---|---|---|---|---|---|---|", *rows]
+        return "\n".join([f"# Faults of a soak\n\n{about}\n", self.summary(), "## All faults\n", *rows, ""])
+
+    def _by_fault(self) -> list[str]:
+        rows = ["| fault | seconds until | number | median s | max s | max steps lost | rounds that went wrong |"]
+        rows.append("|---|---|---|---|---|---|---|")
+        for name, until in sorted({(effect.fault.what, _until(effect)) for _, effect in self.effects}):
+            found = [(o, effect) for o, effect in self.effects if (effect.fault.what, _until(effect)) == (name, until)]
+            seconds = [effect.seconds for _, effect in found]
+            lost = [effect.steps_lost for _, effect in found if effect.steps_lost is not None]
+            wrong = len({outcome.trial.seed for outcome, _ in found if outcome.findings})
+            rows.append(
+                f"| `{name}` | {until} | {len(found)} | {median(seconds):.1f} |"
+                f" {max(seconds):.1f} | {max(lost, default='')} | {wrong} |"
+            )
+        return rows
+
+
+def _until(effect: Effect) -> str:
+    return "next step" if effect.goes_on else "end of all"
 
 
 def _words(effect: Effect) -> str:
-    until = "next step" if effect.goes_on else "end"
     lost = "" if effect.steps_lost is None else f", {effect.steps_lost} lost"
-    return f"{effect.seconds:5.1f} s to {until}{lost}"
+    return f"{effect.seconds:5.1f} s to {_until(effect)}{lost}"

@@ -38,23 +38,15 @@ _JUMPS_S = (3600, -3600, 86400, -86400)
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens to one start of the program.
-
-    Attributes:
-        what: its kind.
-        target: to whom: a rank (or the host of its number), "all" processes, "ranks" (all, but not what has started
-            them), or the "launcher", a process that is no rank.
-        step: after how many steps; None: while the program starts.
-        delay_s: for what comes from outside: how long after that.
-        where: for what happens inside: in which function.
-        details: what else the fault needs to know.
-    """
+    """What happens to one start of the program."""
 
     what: str
+    # A rank (or the host of its number), "all" processes, "ranks" (all, but not what has started them), the "launcher",
+    # a process that is no rank, or the "newest" process.
     target: int | str
-    step: int | None
-    delay_s: float = 0.0
-    where: str = ""
+    step: int | None  # after how many steps; None: while the program starts
+    delay_s: float = 0.0  # for what comes from outside: how long after that
+    where: str = ""  # for what happens inside: in which function
     details: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -167,19 +159,12 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One round of the soak.
-
-    Attributes:
-        seed: that all of it was drawn from.
-        launcher: what starts the ranks.
-        faults: one for each start.
-        is_restarted: whether the program is started again afterwards, if it does not go on by itself.
-    """
+    """One round of the soak, drawn from a seed."""
 
     seed: int
     launcher: str
-    faults: tuple[Fault, ...]
-    is_restarted: bool = True
+    faults: tuple[Fault, ...]  # one for each start
+    is_restarted: bool = True  # afterwards, if it does not go on by itself
 
     @classmethod
     def draw(cls, seed: int, *, launchers: Sequence[str] = LAUNCHERS, faults: Sequence[str] = FAULTS) -> Trial:

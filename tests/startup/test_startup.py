@@ -13,22 +13,23 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.ports import own_port
 from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.config import Timeouts
 from lightning_bucketddp.startup import store
 from lightning_bucketddp.startup.rendezvous import RankInfo, Rendezvous, RendezvousRound
-from lightning_bucketddp.startup.store import ChildProcesses, Deadline, StartError, StoreAddress, part_of
+from lightning_bucketddp.startup.store import ChildProcesses, Deadline, StartError, StoreAddress
 from tests.support import warm
 from tests.support.cases import for_each
 from tests.support.hosts import two_hosts
@@ -103,14 +104,22 @@ def test_rank_zero_stays_until_the_others_know_why() -> None:
         assert rank_0.wait(AT_ONCE_S) == 1
 
 
+PROCESS = rf"process \d+ on host {HOST}"
+TWO_PROCESSES = rf"Two processes want to be rank {{}}: {PROCESS}, and {PROCESS}\. Give every node a `NODE_RANK` .*"
+
+
+@pytest.fixture
+def agent() -> TCPStore:
+    """The store that torchrun's agent holds."""
+    return TCPStore("localhost", own_port(), is_master=True, wait_for_workers=False)
+
+
 def test_another_world_size_is_refused_at_once_by_all() -> None:
-    both = set(outcomes(ranks=[0, 1], world_sizes=[2, 4], late_s=[0, 0.5]))
-    assert len(both) == 1
+    [everywhere] = set(outcomes(ranks=[0, 1], world_sizes=[2, 4], late_s=[0, 0.5]))
     assert re.fullmatch(
-        rf"Rank 0 \(process \d+ on host {HOST}\) was started as one of 2, but rank 1 \(process \d+ on host {HOST}\) as"
-        r" one of 4\. Start every node with the same `devices` and `num_nodes`, and give different runs different ports"
-        r" \(`MASTER_PORT`\)\.",
-        both.pop(),
+        rf"Rank 0 \({PROCESS}\) was started as one of 2, but rank 1 \({PROCESS}\) as one of 4\. Start every node with"
+        r" the same `devices` and `num_nodes`, and give different runs different ports \(`MASTER_PORT`\)\.",
+        everywhere,
     )
 
 
@@ -118,14 +127,8 @@ def test_two_processes_of_one_rank_are_refused_at_once_by_all() -> None:
     port = own_port()
     with futures.ThreadPoolExecutor() as pool:
         rank_0 = pool.submit(meet_alone, port, rank=0, world_size=3, timeout_s=60)
-        everywhere = {*outcomes(port=port, ranks=[1, 1], world_sizes=[3, 3]), str(rank_0.exception())}
-    assert len(everywhere) == 1
-    assert re.fullmatch(two_processes(rank=1), everywhere.pop())
-
-
-def two_processes(rank: int) -> str:
-    process = rf"process \d+ on host {HOST}"
-    return rf"Two processes want to be rank {rank}: {process}, and {process}\. Give every node a `NODE_RANK` .*"
+        [everywhere] = {*outcomes(port=port, ranks=[1, 1], world_sizes=[3, 3]), str(rank_0.exception())}
+    assert re.fullmatch(TWO_PROCESSES.format(1), everywhere)
 
 
 def test_a_failure_that_one_rank_finds_is_every_ranks_error_at_once() -> None:
@@ -147,20 +150,14 @@ def test_waiting_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
 # --- The store that torchrun's agent hosts
 
 
-@pytest.fixture
-def agent() -> TCPStore:
-    return TCPStore("localhost", own_port(), is_master=True, wait_for_workers=False)
-
-
 def test_ranks_meet_at_the_agent_again_and_again(agent: TCPStore) -> None:
     options: dict[str, Any] = {"ranks": [0, 1], "world_sizes": [2, 2], "agent": True, "num_meetings": 3}
     assert outcomes(port=agent.port, **options) == [ALL_THERE] * 2
 
 
 def test_two_rank_zeros_are_refused_at_once(agent: TCPStore) -> None:
-    both = set(outcomes(port=agent.port, ranks=[0, 0], world_sizes=[2, 2], agent=True))
-    assert len(both) == 1
-    assert re.fullmatch(two_processes(rank=0), both.pop())
+    [everywhere] = set(outcomes(port=agent.port, ranks=[0, 0], world_sizes=[2, 2], agent=True))
+    assert re.fullmatch(TWO_PROCESSES.format(0), everywhere)
 
 
 def test_what_an_earlier_start_has_left_does_not_count(agent: TCPStore) -> None:
@@ -168,8 +165,8 @@ def test_what_an_earlier_start_has_left_does_not_count(agent: TCPStore) -> None:
     # Neither that it failed, nor that it was not decided.
     outcomes(ranks=[0, 1], start_timeout_s=0.5, **options)
     assert outcomes(ranks=[1, 2], start_timeout_s=0.5, **options)[0].startswith("Rank 1 found at 127.0.0.1:")
-    left_behind = RendezvousRound(part_of(agent, "bucketddp/start"), RankInfo(rank=0, world_size=2))
-    left_behind.post(part_of(agent, "bucketddp/start"))
+    left_behind = RendezvousRound(PrefixStore("bucketddp/start", agent), RankInfo(rank=0, world_size=2))
+    left_behind.post(PrefixStore("bucketddp/start", agent))
     left_behind.join(RankInfo(rank=1, world_size=2))
     assert outcomes(**{**options, "ranks": [0, 1], "world_sizes": [2, 2], "late_s": [1, 0]}) == [ALL_THERE] * 2
 
@@ -248,32 +245,31 @@ def another_program(answer: bytes) -> Iterator[int]:
 
 
 def test_strangers_at_the_port_keep_nobody_from_starting(tmp_path: Path) -> None:
-    port = own_port()
-    connections: list[socket.socket] = []
-    is_over = threading.Event()
+    port, everything, is_over = own_port(), tmp_path / "all was said", threading.Event()
     # Among them half a greeting of torch's, and after a whole one half a question.
     said = [b"", b"\x00", b"\x00\xce\xf7\x85\x3c\x01", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100]
 
     def knock() -> None:
-        while not is_over.wait(0.01):
-            with suppress(ConnectionRefusedError):
-                # From another address, or it may meet itself.
-                connections.append(socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)))
-                connections[-1].sendall(said[len(connections) % len(said)])
-            if len(connections) == 2 * len(said):
-                (tmp_path / "all was said").touch()
+        with ExitStack() as connections:
+            for number in count():
+                if is_over.wait(0.01):
+                    return
+                with suppress(ConnectionRefusedError):
+                    # From another address, or it may meet itself.
+                    address = ("127.0.0.2", 0)
+                    s = connections.enter_context(socket.create_connection(("127.0.0.1", port), source_address=address))
+                    s.sendall(said[number % len(said)])
+                    if number >= 2 * len(said):
+                        everything.touch()
 
-    stranger = threading.Thread(target=knock, daemon=True)
-    stranger.start()
-    try:
-        everything = tmp_path / "all was said"
-        there = outcomes(port=port, ranks=[0, 1], world_sizes=[2, 2], rank_one_waits_for=everything)
-        assert there == [ALL_THERE] * 2
-    finally:
-        is_over.set()
-        stranger.join()
-        for connection in connections:
-            connection.close()
+    with futures.ThreadPoolExecutor(1) as threads:
+        stranger = threads.submit(knock)
+        try:
+            options: dict[str, Any] = {"world_sizes": [2, 2], "rank_one_waits_for": everything}
+            assert outcomes(port=port, ranks=[0, 1], **options) == [ALL_THERE] * 2
+        finally:
+            is_over.set()
+        stranger.result()
 
 
 def test_rank_zero_says_at_once_that_its_port_is_in_use() -> None:
@@ -300,11 +296,9 @@ def test_processes_that_end_are_named_and_the_others_ended(command: str, how: st
     assert launched.find_failure() == (
         f"Rank 5 (process {ended.pid}) ended {how} before all ranks had joined. Its output says why."
     )
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt), launched.ended_on_failure():
         raise KeyboardInterrupt
     assert sleeping.returncode == -signal.SIGKILL
-    assert time.monotonic() - began < AT_ONCE_S
 
 
 def test_a_launcher_that_has_ended_is_noticed_before_anybody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,12 +323,11 @@ ROOTS = ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightnin
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The variables of a process that has launched nothing."""
-    with monkeypatch.context() as variables:
-        for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"):
-            variables.delenv(name, raising=False)
-        yield variables
+    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
 
 
 def make_launcher(root: str = "lightning.pytorch", start_method: str = "popen") -> Any:
@@ -452,11 +445,6 @@ def assert_ended(finished: Run, message: str) -> None:
     assert all(re.match(message, error) for error in errors), finished.output
 
 
-def test_a_rank_that_starts_late_trains(tmp_path: Path) -> None:
-    finished = start(tmp_path, "--rank-1", "late")
-    assert_trained(finished, root="lightning.pytorch")
-
-
 def test_a_rank_that_does_not_start_ends_the_run_at_once(tmp_path: Path) -> None:
     finished = start(tmp_path, "--rank-1", "exit", root="pytorch_lightning")
     message = r"Rank 1 \(process \d+\) ended with exit status 3 before all ranks had joined\. Its output says why\."
@@ -480,14 +468,6 @@ def test_a_node_that_is_missing_ends_the_others(tmp_path: Path) -> None:
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
     finished = start(tmp_path, "--fabric", "--num-nodes", 2, "--start-timeout-s", 8, **variables)
     assert_ended(finished, r"Ranks (1, )?2, 3 of 4 did not join at 127\.0\.0\.1:\d+ within 8 s\. \d did")
-
-
-def test_nodes_that_disagree_on_the_world_size_end_at_once(tmp_path: Path) -> None:
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
-    command = [str(SCRIPTS / "starts.py"), "--num-nodes", "2", "--devices"]
-    nodes = [Program([*command, num], {**variables, "NODE_RANK": str(node)}) for node, num in enumerate("21")]
-    message = r"Rank \d \(process \d+ on host .*\) was started as one of (2|4), but rank \d \(.*\) as one of (2|4)\."
-    assert_ended(run_together(*nodes, root="lightning.pytorch", directory=tmp_path), message)
 
 
 @pytest.mark.long

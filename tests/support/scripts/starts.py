@@ -7,12 +7,11 @@ import argparse
 import os
 import signal
 import sys
-import time
 
 from lightning_bucketddp.config import Timeouts
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--rank-1", choices=["late", "exit", "kill_launcher"])
+parser.add_argument("--rank-1", choices=["exit", "kill_launcher"])
 parser.add_argument("--fabric", action="store_true")
 parser.add_argument("--devices", type=int, default=2)
 parser.add_argument("--num-nodes", type=int, default=1)
@@ -21,11 +20,8 @@ parser.add_argument("--fail-first", action="store_true")
 arguments = parser.parse_args()
 
 print("started", flush=True)
-if os.environ.get("LOCAL_RANK") == "1":
-    if arguments.rank_1 == "late":
-        time.sleep(2)
-    if arguments.rank_1 == "exit":
-        sys.exit(3)
+if os.environ.get("LOCAL_RANK") == "1" and arguments.rank_1 == "exit":
+    sys.exit(3)
 
 from lightning.fabric import Fabric  # noqa: E402
 
