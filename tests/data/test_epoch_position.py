@@ -162,12 +162,7 @@ class Rank:
         self.batch_size = GlobalBatchSize(global_size, weighs=True, begun=self.position.begun)
         self.batch_size.begin(self.trainer)
         self.position.begin(self.trainer)
-        self.sharding = IterableSharding(
-            rank=rank,
-            world_size=start.num_ranks,
-            warn=pytest.fail,
-            num_batches_trained=self._num_batches_trained,
-        )
+        self.sharding = IterableSharding(rank=rank, world_size=start.num_ranks, warn=pytest.fail)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         self.position.take_from(checkpoint, self.trainer)
@@ -186,12 +181,9 @@ class Rank:
         lengths = [len(loader) if self.job.kind != "stream" else math.inf for loader in self.loaders]
         assume(min(lengths) > 0)  # Lightning trains nothing then
         combined.limits = [min(length, self.job.limit or math.inf) for length in lengths]
-        [loader, *_] = self.loaders
         current = self.epochs.current
         is_within = checkpoint is not None and not current.ready == current.started == current.processed
         self.trainer.fit_loop._restarting = is_within
-        if checkpoint is not None and is_within and hasattr(loader, "load_state_dict"):
-            loader.load_state_dict(checkpoint["loader"])
         fetcher = _PrefetchDataFetcher()
         fetcher.setup(combined)
         self._set_epoch(current.processed)
@@ -269,12 +261,6 @@ class Rank:
         if hook != "on_train_batch_end":
             progress.increment_completed()
 
-    def _num_batches_trained(self) -> int | None:
-        number = self.position.num_batches_trained()
-        number = self.batches.current.processed if number is None else number
-        is_end = self.batches.is_last_batch and number == self.batches.current.ready
-        return None if is_end else number
-
     def save(self) -> dict[str, Any]:
         progress = {"total": {"completed": self.num_steps}, "current": {"completed": self.num_steps}}
         saved: dict[str, Any] = {
@@ -287,8 +273,6 @@ class Rank:
             },
             "bucketddp": {"position": self.position.state()},
         }
-        if hasattr(self.loaders[0], "state_dict"):
-            saved["loader"] = self.loaders[0].state_dict()
         return saved
 
 

@@ -71,7 +71,7 @@ def passes_of(loader: DataLoader[Any], part: Part, *, number: int = 1) -> tuple[
     """The batches of this rank, of `number` passes, and what deals them out."""
     if isinstance(loader.dataset, IterableDataset):
         place: Any = {"rank": part.rank, "world_size": part.world_size}
-        sharding = IterableSharding(**place, warn=pytest.fail, num_batches_trained=lambda: 0)
+        sharding = IterableSharding(**place, warn=pytest.fail)
         loader = sharding.prepare_loader(loader, is_training=False)
         batches: Any = loader
     else:

@@ -26,6 +26,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import CombinedMessages, StepExchange
 from lightning_bucketddp.data.sharded_iterable import IterableSharding, ShardedIterable
 from lightning_bucketddp.data.uneven_data import UnevenData
+from lightning_bucketddp.strategies.fit_state import LoaderPreparation
 from tests.support.cases import for_each
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer, workers_allowed
@@ -147,7 +148,7 @@ LONG = pytest.mark.long
 
 def deal(loader: Any, *, rank: int = 0, world_size: int = 2, warnings: list[str] | None = None) -> Any:
     said = [] if warnings is None else warnings
-    sharding = IterableSharding(rank=rank, world_size=world_size, warn=said.append, num_batches_trained=lambda: 0)
+    sharding = IterableSharding(rank=rank, world_size=world_size, warn=said.append)
     return sharding.prepare_loader(loader, is_training=True)
 
 
@@ -213,8 +214,12 @@ def test_a_loader_keeps_its_class_and_its_dataset_is_still_reached() -> None:
 
 
 def test_a_loader_that_was_dealt_is_not_dealt_twice() -> None:
-    dealt = deal(deal(DataLoader(Numbers(10), batch_size=None)), rank=1)
-    assert numbers_in(iter(dealt)) == [[1], [3], [5], [7], [9]]
+    loaders: Any = LoaderPreparation()
+    dealt = DataLoader(Numbers(10), batch_size=None)
+    for rank in range(2):
+        dealt = loaders.prepare(dealt, [IterableSharding(rank=rank, world_size=2, warn=pytest.fail)])
+    # As for an evaluation: rank 1 repeats the batches 8 and 9 of rank 0.
+    assert numbers_in(iter(dealt)) == [[1], [3], [5], [7], [8], [9]]
 
 
 def test_workers_from_before_are_not_kept() -> None:
@@ -312,7 +317,7 @@ def test_nothing_is_said_of_a_dataset_that_reads_everything(dataset: Any) -> Non
 
 def test_a_warning_comes_once_however_often_loaders_are_made() -> None:
     said: list[str] = []
-    sharding = IterableSharding(rank=0, world_size=2, warn=said.append, num_batches_trained=lambda: 0)
+    sharding = IterableSharding(rank=0, world_size=2, warn=said.append)
     for _ in range(3):
         sharding.prepare_loader(DataLoader(ByRank(8)), is_training=False)
     assert len(said) == 1
@@ -424,7 +429,7 @@ def test_the_end_of_a_stream_that_was_read_on_is_told_in_time() -> None:
     """What the ranks are told when the last batch is given of a stream that was read on."""
     exchange = StepExchange(Collectives(torch.device("cpu")))
     loader = deal(DataLoader(SizedNumbers(12), batch_size=2), rank=dist.get_rank())
-    loader.load_state_dict({"num_samples": 4})  # a batch of each rank
+    loader.dataset.num_read, loader.num_batches_read = 4, 1  # a batch of each rank
     watched = UnevenData(exchange, extends=False).prepare(loader, is_only_loader=lambda _: True)
     batches = iter(watched)
     for _ in range(len(watched) - 1):
@@ -432,21 +437,3 @@ def test_the_end_of_a_stream_that_was_read_on_is_told_in_time() -> None:
         next(batches)
     told = exchange.receive()
     assert [told.least.kind.name, told.greatest.kind.name] == ["OUT_OF_DATA"] * 2
-
-
-@pytest.mark.parametrize("later", [1, 3])
-def test_another_number_of_ranks_reads_on(later: int) -> None:
-    earlier: list[Any] = [
-        IterableSharding(rank=rank, world_size=2, warn=print, num_batches_trained=lambda: 3).prepare_loader(
-            DataLoader(Numbers(23), batch_size=2), is_training=True
-        )
-        for rank in range(2)
-    ]
-    seen = [number for dealt in earlier for batch in list(dealt)[:3] for number in batch.flatten().int().tolist()]
-    for rank in range(later):
-        dealt = deal(DataLoader(Numbers(23), batch_size=4), rank=rank, world_size=later)
-        dealt.load_state_dict(earlier[1].state_dict())
-        seen += itertools.chain(*numbers_in(iter(dealt)))
-        # The next pass is a whole one.
-        assert numbers_in(iter(dealt))[0][0] == rank
-    assert sorted(seen) == list(range(23))
