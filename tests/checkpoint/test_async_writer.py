@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import re
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
-from lightning_bucketddp.checkpoint.async_writer import CheckpointWriter
+from lightning_bucketddp.checkpoint.async_writer import CheckpointWriter, snapshot_of
 from lightning_bucketddp.checkpoint.checkpoint_io import AtomicCheckpointIO, CheckpointWriteError
 from tests.support.jobs import checkpoint as jobs
 from tests.support.programs import REPOSITORY
@@ -69,13 +70,6 @@ def fail(writer: CheckpointWriter, storage: HeldStorage) -> str:
 
     writer.save({}, write, path=path, in_background=True)
     return f"Could not write checkpoint `{path}`: Not a directory"
-
-
-def test_a_remote_path_is_written_in_the_background(writer: CheckpointWriter) -> None:
-    path, checkpoint_io = "memory://bucketddp/background/model.ckpt", BucketDDPCheckpointIO()
-    writer.save({"number": 1}, partial(checkpoint_io.save_checkpoint, path=path), path=path, in_background=True)
-    writer.drain()
-    assert checkpoint_io.load_checkpoint(path) == {"number": 1}
 
 
 def test_the_next_save_waits_for_the_one_before(writer: CheckpointWriter, storage: HeldStorage) -> None:
@@ -219,3 +213,50 @@ def test_a_program_that_ends_waits_for_what_it_writes(tmp_path: Path) -> None:
     process = subprocess.run([sys.executable, "-c", PROGRAM, path], cwd=REPOSITORY, timeout=WAIT_S * 3, check=False)
     assert process.returncode == 7
     assert torch.load(path, weights_only=True)["weight"].tolist() == [1, 1, 1]
+
+
+# --- Snapshots
+
+
+def saved(checkpoint: Any) -> tuple[list[bytes], str]:
+    """What `torch.save` writes: each storage, and what comes of it when it is loaded again."""
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    with zipfile.ZipFile(file) as archive:
+        storages = [archive.read(name) for name in archive.namelist() if "/data/" in name]
+    file.seek(0)
+    return storages, repr(torch.load(file, weights_only=False))
+
+
+def checkpoint_of_many_kinds() -> dict[str, Any]:
+    linear, storage = nn.Linear(3, 3), torch.arange(1000.0)
+    linear.bias.requires_grad_(False)
+    return {
+        "state_dict": {"tied": linear.weight, "again": linear.weight, **linear.state_dict()},
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.rand(3, 3)}}}],
+        "views": [storage[:10], storage[500:].view(50, 10).T],
+        "not a leaf": linear.weight * 2,
+        "dtypes": [torch.ones(3, dtype=dtype) for dtype in (torch.bfloat16, torch.bool, torch.int64, torch.complex64)],
+        "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
+        "sparse": torch.eye(3).to_sparse(),
+        "empty": torch.empty(0, 4),
+        "channels_last": torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "storage": torch.ones(7).untyped_storage(),
+        "callbacks": {"best": {"path": "a.ckpt", "scores": [1.0, 2.0]}},
+    }
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # what a bare storage is loaded as
+def test_a_snapshot_saves_to_the_same_file() -> None:
+    checkpoint = checkpoint_of_many_kinds()
+    assert saved(snapshot_of(checkpoint)) == saved(checkpoint)
+
+
+def test_later_changes_do_not_reach_a_snapshot() -> None:
+    weight, scores, options = torch.ones(3), [1], {"lr": 0.1}
+    expected = saved({"weight": weight, "scores": scores, "options": options})
+    snapshot = snapshot_of({"weight": weight, "scores": scores, "options": options})
+    weight.zero_()
+    scores.append(2)
+    options["lr"] = 0.2
+    assert saved(snapshot) == expected

@@ -197,16 +197,6 @@ def saved_by_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_every_rank_gets_its_own_errors_back(saved_by_two_ranks: Path) -> None:
-    saved = state_in(saved_by_two_ranks)["bucketddp"]["comm_hook_state"]["by_rank"]
-    ranks = run_on_ranks(resume_only, path=saved_by_two_ranks)
-    for rank, state in enumerate(ranks):
-        assert state["errors"] == {bucket: error[-1] for bucket, error in saved[rank]["error_dict"].items()}
-        assert state["warned"] == []
-    assert ranks[0]["errors"] != ranks[1]["errors"]
-    assert len(ranks[0]["errors"]) > 1  # buckets
-
-
 REASON = {
     "ranks": "it was saved by 2 ranks and 1 rank resume",
     "bucket_cap_mb": "the trainable parameters or `bucket_cap_mb` are not those it was saved with",
@@ -226,16 +216,6 @@ def test_another_layout_keeps_what_the_ranks_have_in_common(change: str, saved_b
             " the iteration that was saved."
         )
         assert state["warned"] == ([text] if rank == 0 else [])
-
-
-def test_training_goes_on_with_more_ranks(tmp_path: Path) -> None:
-    run_on_ranks(fit_and_save, hook="power_sgd", max_epochs=1, save_to=tmp_path / "1.ckpt", world_size=1)
-    ranks = run_on_ranks(
-        fit_and_save, hook="power_sgd", max_epochs=2, save_to=tmp_path / "2.ckpt", resume_from=tmp_path / "1.ckpt"
-    )
-    assert [len(warned) for warned in ranks] == [1, 0]
-    by_rank = state_in(tmp_path / "2.ckpt")["bucketddp"]["comm_hook_state"]["by_rank"]
-    assert [state["iter"] for state in by_rank] == [20 + 10, 20 + 10]
 
 
 def test_a_checkpoint_of_ddp_leaves_the_state_as_it_is(tmp_path: Path) -> None:

@@ -112,15 +112,6 @@ def test_a_damaged_record_is_named(record: str, tmp_path: Path) -> None:
     assert refusal_of(path) == f"its record `{record}` is damaged (the checksum is wrong). {NONE_BESIDE}"
 
 
-def test_a_hole_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "model.ckpt"
-    save(path, weight=torch.ones(10_000), bias=torch.ones(10_000))
-    with path.open("r+b") as file:
-        file.seek(2_000)
-        file.write(bytes(50_000))
-    assert "damaged" in refusal_of(path)
-
-
 @pytest.mark.long
 def test_no_flipped_bit_changes_what_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"

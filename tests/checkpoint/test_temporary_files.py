@@ -94,12 +94,6 @@ OURS = pid_scope()
 OTHERS = "0123456789abcdef"
 
 
-def test_the_name_of_a_temporary_file_tells_its_writer() -> None:
-    start_time = process_start_time(os.getpid())
-    assert atomic_file.temporary_name().startswith(f".bucketddp-{OURS}-{os.getpid()}-{start_time}-")
-    assert atomic_file.temporary_name() != atomic_file.temporary_name()
-
-
 # A process of another host or container may have any number, also that of a living one here, or of none.
 @pytest.mark.parametrize("pid", [os.getpid(), 999_999_999], ids=["ours", "none"])
 def test_the_file_of_a_writer_elsewhere_goes_when_it_was_silent_for_an_hour(pid: int, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.data
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
@@ -143,7 +143,6 @@ SIZES = [0, 1, 3, 8, 23, 48]
 BATCH_SIZES = [None, 1, 3, 8]
 
 T = TypeVar("T")
-LONG = pytest.mark.long
 
 
 def deal(loader: Any, *, rank: int = 0, world_size: int = 2, warnings: list[str] | None = None) -> Any:
@@ -380,17 +379,13 @@ def test_an_uneven_end_is_explained(is_sized: bool) -> None:
     ("stream", "how"),
     [
         # 24 samples are 6 batches per rank and epoch.
-        (Stream(24, num_workers=2), {"step": 2}),
+        (Stream(24, True, 2, persistent=True, trainer={"max_epochs": 3}), {"step": 2}),
         (Stream(24, is_sized=True), {"step": 8}),
         (Stream(24), {"step": 3, "after_validation": True}),
-        pytest.param(Stream(24, True, 2, persistent=True, trainer={"max_epochs": 3}), {"step": 2}, marks=LONG),
         # at the end of an epoch
         (Stream(24), {"step": 6}),
-        pytest.param(Stream(24, is_sized=True), {"step": 6}, marks=LONG),
-        pytest.param(Stream(24, trainer={"max_steps": 11}), {"step": 6}, marks=LONG),
         (Stream(24, trainer={"limit_train_batches": 4}), {"step": 4}),
         # rank 1 has only 5 batches
-        pytest.param(Stream(21, num_workers=2, options={"uneven_data": True}), {"step": 5}, marks=LONG),
         (Stream(21, is_sized=True, options={"uneven_data": True}), {"step": 3}),
     ],
     ids=str,
@@ -400,28 +395,6 @@ def test_a_run_that_is_resumed_reads_on(stream: Stream, how: dict[str, Any], tmp
         assert before + after == uninterrupted
         assert before
         assert after
-
-
-class Failing(Reader):
-    """Fails in its third step."""
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        if self.global_step == 2:
-            raise ArithmeticError
-        return super().training_step(batch)
-
-
-@on_ranks()
-@like_torchrun()
-def test_a_step_that_failed_is_read_again(tmp_path: Path) -> None:
-    stream = Stream(24, trainer={"max_epochs": 1})
-    before, after = Failing(), Reader()
-    trainer = _make_trainer(stream, callbacks=OnExceptionCheckpoint(tmp_path), enable_checkpointing=True)
-    with pytest.raises(ArithmeticError):
-        trainer.fit(before, stream.loader())
-    _make_trainer(stream).fit(after, stream.loader(), ckpt_path=tmp_path / "on_exception.ckpt")
-    assert before.seen["train"] + after.seen["train"] == batches_of(list(range(dist.get_rank(), 24, 2)), 2)
-    assert len(before.seen["train"]) == 2
 
 
 @on_ranks()
