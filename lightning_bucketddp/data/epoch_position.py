@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -181,7 +181,7 @@ class _Resumed:
     @property
     def is_within_epoch(self) -> bool:
         """Whether samples of an epoch that is not over are in the weights."""
-        has_samples = any(loader["num_samples"] for loader in self.saved.get("loaders", []))
+        has_samples = any(loader["num_samples"] for loader in self.saved["loaders"])
         return not self.is_end_of_epoch and (self.num_batches > 0 or has_samples)
 
 
@@ -265,19 +265,24 @@ class EpochPosition(RunPart):
 
     def _with_sampler(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return a loader whose sampler leaves out what was trained on."""
-        batches: Any = loader.batch_sampler
+        batches, num_ranks = cast(Any, loader.batch_sampler), self._trainer.world_size
         has_own_batches = batches is not None and type(batches).__iter__ is not BatchSampler.__iter__
         original: Any = loader.sampler if batches is None else batches if has_own_batches else batches.sampler
-        are_even = self._trainer.world_size == 1 or is_even(loader)
+        are_even = num_ranks == 1 or is_even(loader)
         batch_size = None if has_own_batches else getattr(batches, "batch_size", 1)
         num_samples = length_of(original) if are_even and not has_own_batches else math.inf
         position = _LoaderPosition(loader, batch_size, num_samples, is_stream=False)
         generator = None
-        if self._resumed is not None:
-            generator = self._generator_at_start(self._resumed, are_even=are_even)
+        if (resumed := self._resumed) is not None:
+            # After a failure there is only the state of the rank that has saved.
+            by_rank = resumed.saved["generators"]
+            generators = by_rank[self._trainer.global_rank if len(by_rank) == num_ranks else 0]
+            is_order_known = are_even or num_ranks == resumed.saved["world_size"]
+            if resumed.is_within_epoch and len(self._loaders) < len(generators) and is_order_known:
+                generator = generators[len(self._loaders)]
             for one in (loader.sampler, getattr(batches, "sampler", None)):
                 # Workers ask for the first samples before Lightning says which epoch it is.
-                getattr(one, "set_epoch", lambda epoch: None)(self._resumed.epoch)
+                getattr(one, "set_epoch", lambda epoch: None)(resumed.epoch)
         replaced = position.sampler = ResumableSampler(
             original, next_range=lambda: self._next_range(position), generator_at_start=generator
         )
@@ -293,15 +298,6 @@ class EpochPosition(RunPart):
             position.loader, {"num_batches_read": num_read, **members}, **attributes
         )
         return prepared
-
-    def _generator_at_start(self, resumed: _Resumed, *, are_even: bool) -> Tensor | None:
-        """Return the state of the next sampler's generator with which the epoch has begun, if it is known."""
-        num_ranks, index = self._trainer.world_size, len(self._loaders)
-        # After a failure there is only that of the rank that has saved.
-        by_rank = resumed.saved["generators"]
-        generators = by_rank[self._trainer.global_rank if len(by_rank) == num_ranks else 0]
-        is_order_known = are_even or num_ranks == resumed.saved["world_size"]
-        return generators[index] if resumed.is_within_epoch and index < len(generators) and is_order_known else None
 
     def _next_range(self, position: _LoaderPosition) -> tuple[int, int | None]:
         """Return where the next pass of a loader begins and ends."""
@@ -334,7 +330,7 @@ class EpochPosition(RunPart):
     def _num_behind(self, index: int, resumed: _Resumed) -> tuple[int, bool]:
         """Return how many samples of a loader are in the weights, and whether they are of its first pass."""
         position, num_ranks, num_before = self._loaders[index], self._trainer.world_size, resumed.saved["world_size"]
-        saved = dict(enumerate(resumed.saved.get("loaders", []))).get(index)
+        saved = dict(enumerate(resumed.saved["loaders"])).get(index)
         has_own_order = position.num_samples == math.inf and not position.is_stream
         is_of_other_ranks = has_own_order and num_before != num_ranks
         if saved is None or saved["own_batches"] != position.own_batches or is_of_other_ranks:
@@ -360,7 +356,7 @@ class EpochPosition(RunPart):
                     for name in _COUNTS:
                         setattr(counts, name, getattr(counts, name) + shift)
         self._resumed = None
-        self._continue_schedules(resumed, resumed.saved.get("metrics", {}))
+        self._continue_schedules(resumed, resumed.saved["metrics"])
         if resumed.is_within_epoch and self._can_skip:
             warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
             self._filter = warnings.filters[0]

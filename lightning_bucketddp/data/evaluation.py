@@ -171,14 +171,16 @@ def _exchange_random_states(states: tuple[Any, Any, Tensor]) -> tuple[Any, Any, 
     return before
 
 
-class BatchShare(BatchSampler):
-    """The batches of one rank, of all those that `original` gives. Other attributes are those of `original`."""
+class ShareOfBatches(BatchSampler):
+    """Every W-th batch that `original` gives, as it is (Note: rounds). Other attributes are those of `original`."""
 
     def __init__(self, original: Any, part: Part) -> None:
         # Lightning's sampler for predictions copies these attributes, and no others.
         vars(self).update(vars(original))
         self.original = original
         self.part = part
+        drops_last = type(original) is BatchSampler and original.drop_last
+        self.rounds = Rounds(part, has_last_apart=not drops_last)
         self._draws = SharedDraws(part.seed)
 
     def __getattr__(self, name: str) -> Any:
@@ -186,12 +188,15 @@ class BatchShare(BatchSampler):
             raise AttributeError(name)
         return getattr(self.original, name)
 
+    def __len__(self) -> int:
+        return self.rounds.number_of(len(self.original))
 
-class ShareOfSamples(BatchShare):
+    def __iter__(self) -> Iterator[Any]:
+        return self.rounds.deal(self._draws.through(self.original))
+
+
+class ShareOfSamples(ShareOfBatches):
     """Every W-th sample, in batches of this rank's own, and a last one for some ranks (Note: rounds)."""
-
-    num_own_batches: float = math.inf
-    num_whole_rounds: float = math.inf
 
     def __len__(self) -> int:
         num_samples = len(self.original.sampler)
@@ -213,8 +218,8 @@ class ShareOfSamples(BatchShare):
         base, extra = self._split(len(samples))
         own = samples[rank : world_size * base : world_size]
         batches = [own[at : at + size] for at in range(0, base, size)]
-        self.num_whole_rounds = len(batches)
-        self.num_own_batches = len(batches) + (rank < extra)
+        self.rounds.num_whole_rounds = len(batches)
+        self.rounds.num_own_batches = len(batches) + (rank < extra)
         if extra:
             batches.append(samples[world_size * base :][rank if rank < extra else 0 :: extra])
         return iter(batches)
@@ -228,21 +233,6 @@ class ShareOfSamples(BatchShare):
             if num_samples - extra * size >= world_size:  # every rank has a sample of its own
                 return (num_samples - extra * size) // world_size, extra
         return divmod(num_samples, world_size)
-
-
-class ShareOfBatches(BatchShare):
-    """Every W-th batch, as it is (Note: rounds)."""
-
-    def __init__(self, original: Any, part: Part) -> None:
-        super().__init__(original, part)
-        is_even = type(original) is BatchSampler and original.drop_last
-        self.rounds = Rounds(part, has_last_apart=not is_even)
-
-    def __len__(self) -> int:
-        return self.rounds.number_of(len(self.original))
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.rounds.deal(self._draws.through(self.original))
 
 
 class ShareOfIndices(DistributedSampler[Any]):
@@ -286,12 +276,10 @@ def divided(loader: Any, part: Part, *, keeps_batches: bool = False) -> Any:
     return changed_loader(loader, **changes)
 
 
-def share_of(loader: Any) -> Rounds | ShareOfSamples | None:
-    """Return what deals out the data of `loader` for evaluation, and has its `num_own_batches`; None: nothing does."""
+def share_of(loader: Any) -> Rounds | None:
+    """Return the rounds in which the data of `loader` is dealt out for evaluation; None: it is not dealt out."""
     batch_sampler = batch_sampler_within(getattr(loader, "batch_sampler", None))
     for dealer in (loader, batch_sampler, getattr(loader, "sampler", None)):
-        if isinstance(dealer, ShareOfSamples):
-            return dealer
         if isinstance(rounds := getattr(dealer, "rounds", None), Rounds):
             return rounds
     return None

@@ -32,6 +32,7 @@ from torch.utils.data import (
 from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
+from tests.support.scripts.evaluations import ByParity
 
 NUM_EPOCHS = 2
 MODES = ("max_size_cycle", "max_size", "min_size")
@@ -65,18 +66,6 @@ class SizedStream(Stream):
 
 class Pairs(BatchSampler):
     """One of a user's that makes batches as torch does."""
-
-
-class ByParity(BatchSampler):
-    """Batches of the user's own: first of even numbers, then of odd ones."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        numbers = list(self.sampler)
-        for parity in (0, 1):
-            yield from BatchSampler([n for n in numbers if n % 2 == parity], self.batch_size, False)
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Stream(IterableDataset[int]):
 
 
 class Unsized:
-    """Batches of a user's whose number nobody tells."""
+    """Batches of the user's own, without a length."""
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
         self.batches = BatchSampler(range(num_samples), batch_size, drop_last=False)

@@ -318,7 +318,7 @@ def test_last_batches_that_are_not_full_are_dropped() -> None:
         assert_logged_as_alone(rank[0], alone[0], world_size=2)
 
 
-# What the Trainer is told, how many batches a rank sees in each validation, and how often the data module is asked.
+# Options of the Trainer, how many batches a rank sees in each validation, and how often the data module is asked.
 FITS: list[tuple[dict[str, Any], list[int], int]] = [
     ({"limit_val_batches": 3, "num_sanity_val_steps": 1}, [1, 3], 1),
     ({"limit_val_batches": 0.5}, [2], 1),

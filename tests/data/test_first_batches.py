@@ -1,4 +1,4 @@
-"""Ranks that train on the same data are warned, and those that only look so are not."""
+"""Ranks are warned if they train on the same data, and only then."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Module(LightningModule):
 
 @like_torchrun()
 def fit(*, kind: str, options: dict[str, Any] | None = None, **trainer_options: Any) -> tuple[list[str], int]:
-    """What this rank says about its data, and in how many steps it has compared it."""
+    """Return the warnings of this rank, and in how many steps it has compared its data."""
     torch.manual_seed(0)
     trainer = make_trainer(
         BucketDDPStrategy(**options or {}),
@@ -157,7 +157,7 @@ def test_the_ranks_with_the_same_data_are_named() -> None:
         ("zeros", {}, 3),
         ("one sample", {}, 3),
         ("equal in the first step only", {}, 2),
-        # different: the first step says so
+        # different, as the first step shows
         ("another stream on each rank", {}, 1),
         # nothing to compare
         ("texts", {}, 0),
@@ -165,7 +165,7 @@ def test_the_ranks_with_the_same_data_are_named() -> None:
         ("rows", {"use_distributed_sampler": True}, 0),
         ("stream", {"options": {"shard_iterable": True}}, 0),
         ("rows", {"overfit_batches": 4}, 0),
-        # nobody to compare with
+        # no other rank
         ("rows", {"world_size": 1, "options": {"gradient_weight": "batch_size"}}, 0),
     ],
 )

@@ -107,7 +107,7 @@ def _make_trainer(stream: Stream, **options: Any) -> Trainer:
 @like_torchrun()
 @workers_allowed()
 def read(*, stream: Stream) -> tuple[dict[str, list[list[int]]], str, list[str]]:
-    """Fit with validation, test and predict: what was seen, the class of the training loader, and our warnings."""
+    """Fit, test and predict; return the batches by stage, the class of the training loader, and our warnings."""
     module, trainer = Reader(), _make_trainer(stream)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -121,7 +121,7 @@ def read(*, stream: Stream) -> tuple[dict[str, list[list[int]]], str, list[str]]
 @like_torchrun()
 @workers_allowed()
 def resume(*, stream: Stream, directory: Path, step: int, after_validation: bool = False) -> Any:
-    """Train, once in one go and once in two; what was seen in one go, before step `step`, and after it."""
+    """Train in one run and in two; return the batches of the one, and those until step `step` and after it."""
     uninterrupted = Reader()
     _make_trainer(stream).fit(uninterrupted, stream.loader())
 
@@ -399,7 +399,6 @@ def test_a_run_that_is_resumed_reads_on(stream: Stream, how: dict[str, Any], tmp
 
 @on_ranks()
 def test_the_end_of_a_stream_that_was_read_on_is_told_in_time() -> None:
-    """What the ranks are told when the last batch is given of a stream that was read on."""
     exchange = StepExchange(Collectives(torch.device("cpu")))
     loader = deal(DataLoader(SizedNumbers(12), batch_size=2), rank=dist.get_rank())
     loader.dataset.num_read, loader.num_batches_read = 4, 1  # a batch of each rank
