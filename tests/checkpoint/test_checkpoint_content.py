@@ -199,7 +199,7 @@ def test_nothing_in_a_checkpoint_is_run(where: str, as_archive: bool, tmp_path: 
             "Nothing in it was run. If you trust the file, pass `weights_only=False` (before Lightning 2.6: set"
             " TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1) or name its types to `torch.serialization.add_safe_globals`."
         )
-        # The user may say so, in two ways.
+        # The user may allow it, in two ways.
         with patch.dict(os.environ, {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}):
             load(path)
         assert traced.exists()

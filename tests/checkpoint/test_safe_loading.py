@@ -1,4 +1,4 @@
-"""All ranks resume from the same checkpoint, or none does and every rank says why."""
+"""All ranks resume from the same checkpoint, or none does and every rank raises the reason."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ TOLERANCES: dict[torch.dtype, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Batches:
-    """What a model is trained on: the rows of each rank, and what they look like."""
+    """What a model is trained on: how many rows on each rank, their shape, dtype and layout."""
 
     split: Sequence[int] = (5, 3)
     spatial_size: Sequence[int] = (4, 5)
