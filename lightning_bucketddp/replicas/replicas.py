@@ -89,8 +89,15 @@ class Replicas:
         digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
         digests, refusals = zip(*self.collectives.gather_json([digest, self._parallel_already]), strict=True)
         if ranks := [rank for rank, refusal in enumerate(refusals) if refusal is not None]:
+            name, kind = refusals[ranks[0]]
+            found, remedy = f"was made parallel by {_CALLS.get(kind)}", "Leave that call out"
+            if kind in _WRAPPERS:
+                found, remedy = f"is wrapped in `{kind}`", "Leave the wrapper out: put its `.module` in its place"
             where = "" if len(ranks) == self.collectives.world_size else f" on {list_ranks(ranks)}"
-            raise ValueError(explain_parallel(*refusals[ranks[0]], where=where))
+            raise ValueError(
+                f"`{name}` {found}{where}, but this strategy averages the gradients of all submodules by itself."
+                f" {remedy}, or name its parameters in `_ddp_params_and_buffers_to_ignore`."
+            )
         if len(set(digests)) > 1:
             raise ReplicaMismatchError(explain_difference(self._by_rank(self.collectives, mine)))
 
@@ -185,18 +192,6 @@ def find_parallel_submodule(module: nn.Module, parameters: Mapping[str, nn.Param
             if is_known and any(id(param) in ours for param in submodule.parameters()):
                 return name or type(module).__name__, base.__name__
     return None
-
-
-def explain_parallel(name: str, kind: str, *, where: str) -> str:
-    """Return why a submodule that `find_parallel_submodule` has found cannot be trained, and what to do."""
-    if kind in _WRAPPERS:
-        found, remedy = f"is wrapped in `{kind}`", "Leave the wrapper out: put its `.module` in its place"
-    else:
-        found, remedy = f"was made parallel by {_CALLS[kind]}", "Leave that call out"
-    return (
-        f"`{name}` {found}{where}, but this strategy averages the gradients of all submodules by itself. {remedy}, or"
-        " name its parameters in `_ddp_params_and_buffers_to_ignore`."
-    )
 
 
 def explain_difference(by_rank: Mapping[int, Description]) -> str:
