@@ -1,19 +1,19 @@
-"""Writing checkpoints on rank zero, at once or while training goes on, and none that is not finite for a finite one.
+"""Writing checkpoints on rank zero, at once or in the background; non-finite ones never replace finite ones.
 
 Note: in the background
     A snapshot is taken while training waits; one thread writes it. One write is in flight at a time, so there is one
-    snapshot: the next save waits for it. When a write fails, what comes next raises: a save, a training step, the end
-    of training. Python waits for the thread before it ends.
+    snapshot: the next save waits for it. When a write fails, the next save, training step or end of training raises.
+    Python waits for the thread before it ends.
 
-    What shall be removed goes after the write that is in flight, and only if that succeeds. Otherwise a run that is
+    An old checkpoint is removed after the write that is in flight, and only if that succeeds. Otherwise a run that is
     killed between the two would have neither the old checkpoint nor the new one.
 
 Note: never in the place of a finite one
-    A checkpoint with bad weights goes into a directory of its own, beside the path that was asked for. In the same
-    directory whatever resumes by itself would take it for the newest, under any name. `ModelCheckpoint` removes a
-    checkpoint as soon as it has saved the one that replaces it: if that one is not finite nothing is removed but others
-    that are not finite. `ModelCheckpoint(save_last="link")` links to the path that it has asked for, so there must be
-    something: a link to the newest finite checkpoint.
+    A checkpoint with non-finite weights is written to a directory of its own, beside the path that was asked for. In
+    the same directory a program that resumes from the newest checkpoint would take it, under any name.
+    `ModelCheckpoint` removes a checkpoint as soon as it has saved the one that replaces it: if that one is non-finite,
+    only other non-finite ones are removed. `ModelCheckpoint(save_last="link")` links to the path that it has asked for,
+    so that path becomes a link to the newest finite checkpoint.
 """
 
 from __future__ import annotations
@@ -50,61 +50,47 @@ Path = str | os.PathLike[str]
 def snapshot_of(checkpoint: Any) -> Any:
     """Return a copy of `checkpoint` with all tensors in host memory, which saves to the same file.
 
-    It goes through pickle as in `torch.save`, and each storage is replaced by a copy. So tensors still share storages,
-    a view has all of its storage behind it, and what cannot be saved is refused at once.
+    It is pickled as by `torch.save`, and each storage is replaced by a copy. So tensors still share storages, a view
+    keeps all of its storage, and what cannot be saved is refused at once.
     """
+    storages: dict[int, UntypedStorage] = {}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> tuple[int, torch.dtype | None] | None:
+            dtype = None
+            if isinstance(obj, TypedStorage):
+                obj, dtype = obj._untyped_storage, obj.dtype
+            if not isinstance(obj, UntypedStorage):
+                return None
+            key: int = obj._cdata  # identifies a storage in `torch.save`, too
+            storages[key] = obj
+            return key, dtype
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: tuple[int, torch.dtype | None]) -> Any:
+            key, dtype = pid
+            if dtype is None:
+                return copies[key]
+            return TypedStorage(wrap_storage=copies[key], dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
     without_storages = io.BytesIO()
-    # The protocol is that of `torch.save`: an object may answer differently to another one.
-    pickler = _Pickler(without_storages, protocol=2)
-    pickler.dump(checkpoint)
+    # The protocol is that of `torch.save`: objects may pickle differently by another one.
+    Pickler(without_storages, protocol=2).dump(checkpoint)
     # Not as inference tensors, which a save after a validation would make.
     with torch.inference_mode(False), torch.no_grad():
-        copies = {key: _copied(storage) for key, storage in pickler.storages.items()}
-        for device in {one.device for one in pickler.storages.values() if one.device.type == "cuda"}:
+        copies = {key: _copied(storage) for key, storage in storages.items()}
+        for device in {one.device for one in storages.values() if one.device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
         without_storages.seek(0)
-        return _Unpickler(without_storages, copies).load()
+        return Unpickler(without_storages).load()
 
 
 def _copied(storage: UntypedStorage) -> UntypedStorage:
-    # In pinned memory, which torch keeps for the next snapshot.
+    # Torch keeps pinned memory for the next snapshot.
     is_pinned = storage.device.type == "cuda"
     source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
     return copy.copy_(source, non_blocking=is_pinned).untyped_storage()
-
-
-class _Pickler(pickle.Pickler):
-    """Leaves storages out, and collects them; in the place of each goes its key, with its dtype if it has one."""
-
-    def __init__(self, file: io.BytesIO, *, protocol: int) -> None:
-        super().__init__(file, protocol=protocol)
-        self.storages: dict[int, UntypedStorage] = {}
-
-    def persistent_id(self, obj: Any) -> tuple[int, torch.dtype | None] | None:
-        dtype = None
-        if isinstance(obj, TypedStorage):
-            obj, dtype = obj._untyped_storage, obj.dtype
-        if not isinstance(obj, UntypedStorage):
-            return None
-        key: int = obj._cdata  # by which `torch.save` knows a storage
-        self.storages[key] = obj
-        return key, dtype
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts other storages, by key, in the places of those that were left out."""
-
-    def __init__(self, file: io.BytesIO, storages: dict[int, UntypedStorage]) -> None:
-        super().__init__(file)
-        self._storages = storages
-
-    def persistent_load(self, pid: tuple[int, torch.dtype | None]) -> TypedStorage | UntypedStorage:
-        storage, dtype = self._storages[pid[0]], pid[1]
-        if dtype is None:
-            return storage
-        typed: TypedStorage = TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-        return typed
 
 
 @dataclass(slots=True)
@@ -112,9 +98,9 @@ class CheckpointStats:
     """Seconds on rank zero; the other ranks wait for it.
 
     Attributes:
-        num_saves: checkpoints saved, or tried to.
-        snapshot_s: copying them, for those that are written in the background.
-        waiting_s: waiting for the one before to be written in the background.
+        num_saves: how many saves there were, also failed ones.
+        snapshot_s: copying checkpoints that are written in the background.
+        waiting_s: waiting until the previous one was written in the background.
         writing_s: writing them while training waited.
         background_s: writing them while training went on.
     """
@@ -140,7 +126,7 @@ class CheckpointStats:
             setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
     def describe(self) -> str:
-        """Return all of it in one line."""
+        """Return everything in one line."""
         held_up = f"{pluralize(self.num_saves, 'checkpoint')} held up training for {self.held_up_s:.3f} s"
         if not self.background_s:
             return held_up
@@ -166,7 +152,7 @@ class CheckpointWriter:
     def save(
         self, checkpoint: dict[str, Any], write: Callable[[dict[str, Any]], None], *, path: Path, in_background: bool
     ) -> None:
-        """Have `write` write `checkpoint` to `path`, then raise the failure of the save before, if there was one.
+        """Have `write` write `checkpoint` to `path`; then raise the failure of the previous save, if there was one.
 
         In this order, because this may be the last chance to save.
         """
@@ -186,19 +172,19 @@ class CheckpointWriter:
             raise failure
 
     def remove(self, remove: Callable[[], None], *, path: Path) -> None:
-        """Have `remove` remove the checkpoint at `path`, once what is in flight is written."""
+        """Have `remove` remove the checkpoint at `path`, after the write that is in flight."""
         if self._thread is None or self._in_flight is None:
             remove()
         else:
             self._thread.submit(self._remove, self._in_flight, remove, path)
 
     def raise_failure(self) -> None:
-        """Raise what has gone wrong in the background so far, without waiting for what is in flight."""
+        """Raise the failure of a write in the background, without waiting for one that is in flight."""
         if self.has_failed and (failure := self._finish()) is not None:
             raise failure
 
     def drain(self) -> None:
-        """Wait for what is in flight, end the thread, and raise what has gone wrong."""
+        """Wait for the write in flight, end the thread, and raise its failure."""
         with self.stats.timing("waiting_s"):
             failure = self._finish()
             if self._thread is not None:
@@ -208,7 +194,7 @@ class CheckpointWriter:
             raise failure
 
     def _finish(self) -> BaseException | None:
-        """Wait for the write in flight; return what went wrong in it."""
+        """Wait for the write in flight; return its failure."""
         failure = None if self._in_flight is None else self._in_flight.exception()
         self._in_flight = None
         return failure
@@ -219,7 +205,7 @@ class CheckpointWriter:
             with self.stats.timing("background_s"), CheckpointWriteError.raised_for(path):
                 write(snapshot)
         except CheckpointWriteError as failure:
-            # Should the program end now, nobody would hear of it otherwise.
+            # The program may end before the failure is raised.
             log.error(wrap(f"bucketddp: {failure}"))
             raise
 
@@ -234,23 +220,23 @@ class CheckpointWriter:
 
 
 def drain(checkpoint_io: CheckpointIO) -> None:
-    """Wait for the writes of a plugin in the background and raise what went wrong in them."""
+    """Wait for the writes of a plugin in the background and raise their failures."""
     with raised_once(checkpoint_io):
         checkpoint_io.teardown()  # which Lightning calls after each fit, too
 
 
 @contextmanager
 def raised_once(checkpoint_io: CheckpointIO) -> Iterator[None]:
-    """Let an error of `checkpoint_io` pass and make it forget what failed in the background.
+    """Have `checkpoint_io` forget a failure in the background when it has raised it.
 
-    `AsyncCheckpointIO` would raise it again, on rank zero only: from the trainer's teardown, which then stops
-    half-way, and from the first save of the next fit.
+    `AsyncCheckpointIO` would raise it again, on rank zero only: in the trainer's teardown, which then stops half-way,
+    and in the first save of the next fit.
     """
     try:
         yield
     except BaseException:
         with suppress(Exception):
-            checkpoint_io.teardown()  # a second write may be waiting, to fail for the same reason
+            checkpoint_io.teardown()  # a second write may be in its queue, and fail for the same reason
         forget_write_error(checkpoint_io)
         raise
 
@@ -258,7 +244,7 @@ def raised_once(checkpoint_io: CheckpointIO) -> Iterator[None]:
 DIRECTORY = "nonfinite"
 _STATISTICS = ("running_mean", "running_var")
 
-# The worst value that is found in a weight, by name: a finite one, an infinity, a nan.
+# The worst value in each weight, by name: finite, infinite, or nan.
 FINITE, INFINITE, NAN = range(3)
 Severities = dict[str, int]
 
@@ -266,7 +252,7 @@ Severities = dict[str, int]
 def severities_of(module: nn.Module) -> Severities:
     """Return the worst value of each weight of `module`: of parameters, and of running statistics.
 
-    Other buffers may hold infinities on purpose. A nan in optimizer state is in the weights, too, after the same step.
+    Other buffers may hold infinities on purpose. A nan in optimizer state is also in the weights after the same step.
     """
     return _severities(_weights_of(module))
 
@@ -279,12 +265,12 @@ def nonfinite_weights(state_dict: Mapping[str, Any], module: nn.Module, *, at_st
 
 
 class FiniteCheckpoints:
-    """Which checkpoints are finite, and where others go; on rank zero (Note: never in the place of a finite one)."""
+    """Knows the finite checkpoints, on rank zero, and places others (Note: never in the place of a finite one)."""
 
     def __init__(self) -> None:
-        # In the order in which they were saved; True: with all that training needs to go on.
+        # In the order in which they were saved; True: training can resume from it.
         self._finite: dict[str, bool] = {}
-        # By the path that was asked for: where it was written instead.
+        # By the path that was asked for: where a non-finite one was written instead.
         self._beside: dict[str, str] = {}
         self._links: set[str] = set()
         self._is_nonfinite = False
@@ -302,7 +288,7 @@ class FiniteCheckpoints:
     ) -> Path:
         """Return where to write a checkpoint that was meant for `path`, and has these `nonfinite` weights.
 
-        If it `refuses` those, it raises. One that `can_resume` has all that training needs to go on.
+        Raises if it `refuses` those. One that `can_resume` has everything that training needs to go on.
         """
         if not nonfinite:
             self.add(path, can_resume=can_resume)
@@ -328,7 +314,7 @@ class FiniteCheckpoints:
         return beside
 
     def link(self, path: Path) -> None:
-        """Link the local `path` of a checkpoint that was written beside it to the newest finite one, if any."""
+        """Make `path`, of a checkpoint that was written beside it, a link to the newest finite one, if there is one."""
         if not os.path.lexists(path):
             newest = self._newest()
             target = self._beside[str(path)] if newest is None else newest
@@ -336,12 +322,12 @@ class FiniteCheckpoints:
             self._links.add(str(path))
 
     def forget_warning(self) -> None:
-        """Warn again of the next checkpoint with bad weights."""
+        """Warn again of the next checkpoint with non-finite weights."""
         self._has_warned = False
 
     @contextmanager
     def known_unless_failing(self, path: Path) -> Iterator[None]:
-        """Forget `path` if it cannot be written."""
+        """Forget `path` if writing it, in the block, fails."""
         try:
             yield
         except BaseException:
@@ -372,19 +358,15 @@ def _weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _severities(weights: Mapping[str, Any]) -> Severities:
-    # Each tensor is read once, on its device; the host waits once for all of a kind.
-    by_kind: dict[tuple[torch.device, torch.dtype], dict[str, tuple[Tensor, Tensor]]] = {}
+    found: Severities = {}
     for name, weight in weights.items():
         if not isinstance(weight, Tensor) or weight.layout != torch.strided or weight.numel() == 0:
             continue
         numbers = torch.view_as_real(weight.detach()) if weight.is_complex() else weight.detach()
         if numbers.is_floating_point():
-            # Several times faster than `isfinite`, and missing for 8 bits.
-            low, high = (numbers.float() if numbers.itemsize == 1 else numbers).aminmax()
-            by_kind.setdefault((low.device, low.dtype), {})[name] = (low, high)
-    found: Severities = {}
-    for of_kind in by_kind.values():
-        extremes = torch.stack([torch.stack(pair) for pair in of_kind.values()]).tolist()
-        for name, pair in zip(of_kind, extremes, strict=True):
-            found[name] = NAN if any(map(math.isnan, pair)) else INFINITE if any(map(math.isinf, pair)) else FINITE
+            # Several times faster than `isfinite`; there is none for 8-bit floats.
+            extremes = torch.stack((numbers.float() if numbers.itemsize == 1 else numbers).aminmax()).tolist()
+            found[name] = (
+                NAN if any(map(math.isnan, extremes)) else INFINITE if any(map(math.isinf, extremes)) else FINITE
+            )
     return found

@@ -1,11 +1,11 @@
 """A file that appears under its name complete, or not at all.
 
 Several runs may write into one directory, from several hosts, so a temporary file is removed only when its writer is
-surely gone. Its name tells who that is: the process by its number and start time, and where that number means something
-(one boot of one kernel, one container). A process of our own numbering that is not there any more has ended. Files of
-others go when nobody has written to them for an hour. Should such a writer live all the same, its save fails with an
-error that names the path; what it has saved before is not touched. Locks do not do: on network file systems they may be
-missing or hang, and forked loader workers would hold one for a trainer that was killed.
+surely gone. Its name identifies the writer: the process by its number and start time, and the scope of that number (one
+boot of one kernel, one container). A process of our own scope that is not there any more has ended. Files of other
+scopes are removed when they have not been written to for an hour. If their writer lives all the same, its save fails
+with an error that names the path; what it has saved before is not touched. Locks do not work: on network file systems
+they may be missing or hang, and forked loader workers would hold one for a trainer that was killed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
 from lightning_bucketddp.processes import is_running, pid_scope, process_start_time
 
 if TYPE_CHECKING:
@@ -28,15 +31,14 @@ if TYPE_CHECKING:
 # By the clock of the file system. The longest silence of a writer is the flush of its file to slow storage.
 _ABANDONED_AFTER_S = 3600.0
 
-# The file of the rank that saves for all where nothing else tells who does. It holds the name of a temporary file,
-# which tells who has made it.
+# The file of the rank that saves for all ranks. It holds the name of a temporary file, which identifies its writer.
 _CLAIM = ".bucketddp-saver-{}"
 _CLAIM_NAME = re.compile(r"\.bucketddp-saver-[0-9a-f]{16}")
 _NAME = re.compile(r"\.bucketddp-([0-9a-f]{16})-(\d{1,9})-(\d+)-[0-9a-f]{8}\.tmp")
 
 
 def temporary_name() -> str:
-    """Return a new file name that tells its writer. It is hidden, and short whatever the name of the checkpoint."""
+    """Return a new, hidden file name that identifies its writer; short, whatever the name of the checkpoint."""
     return f".bucketddp-{pid_scope()}-{os.getpid()}-{process_start_time(os.getpid())}-{secrets.token_hex(4)}.tmp"
 
 
@@ -49,9 +51,9 @@ def find_temporary_files(directory: str) -> list[Path]:
 
 
 def claim_file(directory: str, name: str) -> bool:
-    """Return whether this process is the first to ask this of `directory` and `name`, which is of 16 hex digits.
+    """Return whether this process is the first to claim `name`, of 16 hex digits, in `directory`.
 
-    The file that tells so is removed by a later save, when this process is gone.
+    The file that holds the claim is removed by a later save, when this process is gone.
     """
     try:
         os.makedirs(directory, exist_ok=True)
@@ -60,14 +62,14 @@ def claim_file(directory: str, name: str) -> bool:
     except FileExistsError:
         return False
     except OSError:
-        pass  # nothing can be written there: whoever tries to will say why
+        pass  # nothing can be written there: the save will raise that
     return True
 
 
 def remove_abandoned_files(directory: str, *, now: float) -> None:
-    """Remove the temporary files in `directory` whose writers are gone; `now` is the time by its file system's clock.
+    """Remove the temporary files in `directory` whose writers are gone, where that is possible.
 
-    What cannot be removed stays: a save does not fail because of that.
+    `now` is the time by the clock of the file system.
     """
     own_scope = pid_scope()
     for path in find_temporary_files(directory):
@@ -96,21 +98,29 @@ class _TemporaryFile(io.FileIO):
 def atomic_file(path: str) -> Iterator[BinaryIO]:
     """Open a new file to write into, which takes the place of `path` on disk when the block ends without an error.
 
-    If `path` is a symbolic link, the link is replaced: what it points to may be a checkpoint that someone keeps.
+    If `path` is a symbolic link, the link is replaced: what it points to may be a checkpoint that the user keeps. What
+    fsspec takes for a remote path is written in one transaction.
     """
-    path = os.path.abspath(path)
+    filesystem, path = url_to_fs(path)
     directory = os.path.dirname(path)
+    if not isinstance(filesystem, LocalFileSystem):
+        content = io.BytesIO()
+        yield content
+        filesystem.makedirs(directory, exist_ok=True)
+        with filesystem.transaction:
+            filesystem.pipe_file(path, content.getvalue())
+        return
     if os.path.exists(path) and not os.path.isfile(path):
         # A rename would put a plain file in the place of /dev/null too.
         raise OSError(errno.EEXIST, "something that is not a file has this name")
-    with suppress(FileExistsError):  # a file in the place of the directory is reported better by opening below it
+    with suppress(FileExistsError):  # opening below a file reports it better
         os.makedirs(directory)
-    # In the same directory, because a rename between file systems is a copy; not by `tempfile`, whose files only
-    # their owner can read.
+    # In the same directory, because a rename between file systems is a copy. Files of `tempfile` can only be read by
+    # their owner.
     temporary = _TemporaryFile(os.path.join(directory, temporary_name()), "xb")
     try:
         with io.BufferedWriter(temporary) as file:
-            # Before anything is written: they may take the space that it needs.
+            # Before anything is written, which may need their space.
             remove_abandoned_files(directory, now=os.fstat(file.fileno()).st_mtime)
             yield file
             file.flush()

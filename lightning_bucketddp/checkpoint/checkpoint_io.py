@@ -10,7 +10,6 @@ import enum
 import errno
 import fractions
 import hashlib
-import io
 import os
 import pathlib
 import pickle
@@ -84,7 +83,7 @@ class UnsafeCheckpointError(CheckpointReadError, pickle.UnpicklingError):
 
 
 _ARCHIVE_START = b"PK\x03\x04"
-_PICKLE_START = b"\x80"  # what `torch.save` wrote before its archives; nothing in it tells that it is complete
+_PICKLE_START = b"\x80"  # what `torch.save` wrote before its archives: it has no checksums
 _DIRECTORY_ATTRIBUTE = 0x10
 # Of the files beside a damaged one. Each may be gigabytes to read.
 _MAX_TRIED = 10
@@ -108,7 +107,7 @@ def damage_in(file: BinaryIO) -> str | None:
                 if entry.CRC == 0:
                     entry.CRC = None  # type: ignore[assignment]  # `torch.serialization.set_crc32_options(False)`
                 if entry.external_attr & _DIRECTORY_ATTRIBUTE:
-                    # Torch would read nothing then, say nothing, and leave in the tensor what was in memory.
+                    # Torch would read nothing, report nothing, and leave in the tensor what was in memory.
                     return incomplete
             damaged = archive.testzip()  # verifies the checksums, which torch does not
             return None if damaged is None else f"its record `{damaged}` is damaged (the checksum is wrong)"
@@ -139,7 +138,7 @@ def newest_intact_beside(path: str, filesystem: AbstractFileSystem) -> str | Non
         others = [it for it in others if os.path.basename(it)[:1] != "." and os.path.basename(it) != own_name]
         newest_first = sorted(others, key=filesystem.modified, reverse=True)[:_MAX_TRIED]
     except (OSError, NotImplementedError):
-        return None  # a server that lists nothing, or does not know when: all that is missing then is advice
+        return None  # a server that does not list files, or has no times: only the advice is missing
     return next((os.path.basename(name) for name in newest_first if damage_at(name, filesystem) is None), None)
 
 
@@ -151,16 +150,21 @@ _TYPES = [
     *[bool, int, float, complex, str, list, tuple, dict, set, frozenset, range, slice],
     *[np.dtype, np.ndarray, *{type(np.dtype(code)) for code in np.typecodes["All"]}],
 ]
-# By which numpy pickles scalars and arrays. They are private, so they are asked for and not imported.
+# By which numpy pickles scalars and arrays. They are private, so they are not imported.
 _NUMPY_FUNCTIONS: list[Any] = [np.float64(0).__reduce__()[0], np.empty(0).__reduce__()[0]]
 # Packages whose enumerations are as safe as those of the standard library.
 _TRUSTED_ROOTS = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torch"}
 
 
 def safe_globals_allowed() -> AbstractContextManager[None]:
-    """Have `torch.load(weights_only=True)` take plain data types of Python, numpy and others in the block."""
-    allowed = [*_TYPES, *_PATHS, *_under_other_names(), *_enumerations(), *_configurations()]
-    # Torch removes at the end what it is given, and the user may have allowed some for good.
+    """Have `torch.load(weights_only=True)` accept plain data types of Python, numpy and others in the block."""
+    # Other versions of numpy (before 2.0) and Python (3.13) have other names for these.
+    modules = ("numpy.core.multiarray", "numpy._core.multiarray")
+    renamed = [_renamed(function, module) for function in _NUMPY_FUNCTIONS for module in modules]
+    for path in _PATHS:
+        renamed += [_renamed(path, module) for module in {"pathlib", "pathlib._local"} - {path.__module__}]
+    allowed = [*_TYPES, *_PATHS, *renamed, *_enumerations(), *_configurations()]
+    # Torch removes these at the end, and the user may have allowed some for good.
     by_user = torch.serialization.get_safe_globals()
     context: AbstractContextManager[None]
     context = torch.serialization.safe_globals([item for item in allowed if item not in by_user])
@@ -189,19 +193,12 @@ def _configurations() -> list[Any]:
     ]
 
 
-def _under_other_names() -> list[Callable[..., Any]]:
-    """Return safe types under the names that other versions of numpy (before 2.0) and Python (3.13) have for them."""
-    modules = ("numpy.core.multiarray", "numpy._core.multiarray")
-    names = [(function, module) for function in _NUMPY_FUNCTIONS for module in modules]
-    names += [(path, module) for path in _PATHS for module in {"pathlib", "pathlib._local"} - {path.__module__}]
-    return [_renamed(function, module) for function, module in names]
-
-
 def _renamed(function: Callable[..., Any], module: str) -> Callable[..., Any]:
+    """Return `function` under its name in another module, which is what torch looks up."""
+
     def renamed(*args: Any) -> Any:
         return function(*args)
 
-    # These are the names that torch looks up.
     renamed.__module__, renamed.__name__, renamed.__qualname__ = module, function.__name__, function.__name__
     return renamed
 
@@ -236,8 +233,8 @@ def _load(file: BinaryIO, path: str, *, map_location: Any, weights_only: bool) -
 
 
 def _refused(error: Exception, file: BinaryIO) -> str | None:
-    """Return what torch does not take, with all names if it can list them; None if the file is not even a pickle."""
-    # Torch raises a page of advice in the place of the error that says it.
+    """Return what torch refuses, with all names if it can list them; None if the file is not even a pickle."""
+    # Torch raises a page of advice in the place of the error with the reason.
     reason = str(error.__context__ or error).partition(". Please")[0]
     if not _is_archive(file):
         return reason if "GLOBAL" in reason else None
@@ -255,26 +252,17 @@ def _is_archive(file: BinaryIO) -> bool:
 
 
 class AtomicCheckpointIO(_TorchCheckpointIO):
-    """A reader sees the old checkpoint or the new one; a failed write keeps the old one and names path and cause."""
+    """Replaces files atomically; a failed write keeps the old file, and its error names path and cause."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         if storage_options is not None:
-            super().save_checkpoint(checkpoint, str(path), storage_options)  # which refuses them
+            super().save_checkpoint(checkpoint, str(path), storage_options)  # refuses them
             return
-        with CheckpointWriteError.raised_for(path):
-            filesystem, target = url_to_fs(str(path))
-            if isinstance(filesystem, LocalFileSystem):
-                with atomic_file(target) as file:
-                    torch.save(checkpoint, file)
-                return
-            # Not by Lightning, which drops a PermissionError here (2.6) and reports success.
-            content = io.BytesIO()
-            torch.save(checkpoint, content)
-            filesystem.makedirs(os.path.dirname(target), exist_ok=True)
-            with filesystem.transaction:
-                filesystem.pipe_file(target, content.getvalue())
+        # Lightning's own drops a PermissionError of a remote file system (2.6) and reports success.
+        with CheckpointWriteError.raised_for(path), atomic_file(str(path)) as file:
+            torch.save(checkpoint, file)
 
     def load_checkpoint(
         self,
@@ -287,7 +275,7 @@ class AtomicCheckpointIO(_TorchCheckpointIO):
         Args:
             path: a local path or what fsspec takes.
             map_location: as `torch.load` takes it.
-            weights_only: False runs whatever the file says. None is True, unless torch's own variable says otherwise.
+            weights_only: False runs code in the file. None is True, unless torch's own variable is set.
         """
         path = str(path)
         filesystem, target = url_to_fs(path)
@@ -303,7 +291,7 @@ class AtomicCheckpointIO(_TorchCheckpointIO):
                 except UnsafeCheckpointError:
                     raise
                 except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
-                    # It may show damage that `damage_in` cannot see, as in files without checksums.
+                    # `damage_in` cannot find damage in files without checksums.
                     text, is_damaged = str(error), not isinstance(error, RuntimeError) or "corrupt" in str(error)
                     if not ("PytorchStreamReader" in text if _is_archive(file) else is_damaged):
                         raise
@@ -364,7 +352,7 @@ def read_on_every_rank(
 
 
 def read_nowhere(collectives: Collectives) -> None:
-    """Tell the ranks that may be in `read_on_every_rank` now that this one has nothing to read."""
+    """Take part in `read_on_every_rank` of other ranks, with nothing to read on this one."""
     _raise_difference(collectives.gather_json({"path": None}))
 
 
@@ -389,9 +377,9 @@ def _raise_difference(outcomes: list[dict[str, Any]]) -> None:
 
 
 def fingerprint(path: str, *, reads_remote: bool = True) -> str | None:
-    """Return a fingerprint that differs for files that differ; None for what is not a file.
+    """Return a fingerprint of the content of a file; None for what is not a file.
 
-    Archives are not read: they hold checksums. Unless `reads_remote`, what is not a local file has none.
+    Only the checksums in an archive are read. Unless `reads_remote`, what is not a local file has none.
     """
     filesystem, target = url_to_fs(path)
     if not (reads_remote or isinstance(filesystem, LocalFileSystem)) or not filesystem.isfile(target):

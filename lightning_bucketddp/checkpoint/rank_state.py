@@ -39,32 +39,26 @@ def to_plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)([to_plain(item) for item in value])
     if type(value) is dict:
-        return plain_entries(value)
+        plain = {}
+        for key, item in value.items():
+            if type(key) in (bool, int, float, str):
+                with suppress(NotPlainError):
+                    plain[key] = to_plain(item)
+        return plain
     if type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided:
         tensor = value.detach()
         return tensor if tensor.device.type == "cpu" else {_KIND: "tensor on the accelerator", "tensor": tensor}
     if isinstance(value, np.generic):
         return value.item()
     if type(value) is np.ndarray and value.dtype.kind in "biufc":
-        # Not as numbers: torch has no tensors of some dtypes, and old ones cannot save all that it has.
+        # As bytes: torch has no tensors of some dtypes, and old versions cannot save all that it has.
         raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.empty(0).byte()
         return {_KIND: "numpy array", "dtype": value.dtype.str, "shape": list(value.shape), "bytes": raw}
     if type(value) is np.random.RandomState:
-        name, keys, *rest = value.get_state(legacy=True)
-        return {_KIND: "numpy.random.RandomState", "state": [str(name), np.asarray(keys).tolist(), *rest]}
+        return {_KIND: "numpy.random.RandomState", "state": _plain_numpy_state(value.get_state(legacy=True))}
     if type(value) is torch.Generator and value.device.type == "cpu":
         return {_KIND: "torch.Generator", "state": value.get_state().tolist()}
     raise NotPlainError(type(value).__name__)
-
-
-def plain_entries(entries: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the entries that have a plain form, in that form."""
-    plain = {}
-    for key, value in entries.items():
-        if type(key) in (bool, int, float, str):
-            with suppress(NotPlainError):
-                plain[key] = to_plain(value)
-    return plain
 
 
 def from_plain(plain: Any, device: torch.device) -> Any:
@@ -87,24 +81,21 @@ def from_plain(plain: Any, device: torch.device) -> Any:
     return {key: from_plain(value, device) for key, value in plain.items()}
 
 
-def holds_tensors(plain: Any) -> bool:
-    """Return whether there is a tensor or an array anywhere in plain data."""
-    found: list[Tensor] = []
-    apply_to_collection(plain, Tensor, found.append)
-    return bool(found)
-
-
 def gather_to_rank_zero(tree: Any, collectives: Collectives | None) -> list[Any] | None:
     """Return `tree` of every rank, by rank, on rank zero; None on the others. All ranks must call this.
 
     It consists of dicts, lists and tuples of dense tensors, numbers, strings and None. Tensors travel one by one and
-    are on the CPU of rank zero: together they may be larger than the memory of a device. They are copies, so that a
+    arrive in host memory: together they may be larger than the memory of a device. They are copies, so that a
     checkpoint can be written while training goes on. `collectives` is None when there are no other ranks.
     """
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", copy=True)
+
     if collectives is None:
-        return [apply_to_collection(tree, Tensor, _copy_to_cpu)]
+        return [apply_to_collection(tree, Tensor, copy)]
     device = collectives.device
-    # Tensors on "meta" have a shape and a dtype, and no content: they tell rank zero what to receive.
+    # An outline has tensors on "meta", without content: rank zero learns their shapes and dtypes from it.
     buffer = io.BytesIO()
     torch.save(apply_to_collection(tree, Tensor, lambda tensor: tensor.detach().to("meta")), buffer)
     outlines = collectives.gather_rows(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(device))
@@ -115,11 +106,10 @@ def gather_to_rank_zero(tree: Any, collectives: Collectives | None) -> list[Any]
     def receive(outline: Tensor, *, source: int) -> Tensor:
         tensor = torch.empty(outline.shape, dtype=outline.dtype, device=device)
         collectives.receive(tensor, source=source)
-        # In the memory order that it has there.
-        is_ordered = tensor.stride() == outline.stride()
-        return tensor.cpu() if is_ordered else torch.empty_like(outline, device="cpu").copy_(tensor)
+        # Keep the strides that the sender has.
+        return torch.empty_like(outline, device="cpu").copy_(tensor)
 
-    by_rank = [apply_to_collection(tree, Tensor, _copy_to_cpu)]
+    by_rank = [apply_to_collection(tree, Tensor, copy)]
     for source, raw in enumerate(outlines[1:], start=1):
         # What comes from another process is data, never code.
         outline = torch.load(io.BytesIO(bytes(raw.tolist())), weights_only=True)
@@ -127,16 +117,12 @@ def gather_to_rank_zero(tree: Any, collectives: Collectives | None) -> list[Any]
     return by_rank
 
 
-def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
 @dataclass(frozen=True, slots=True)
 class HookState:
     """The state that a user gave to a communication hook.
 
-    One that has `state_dict()` and `load_state_dict()` is asked. Of any other its attributes are kept (its items, if it
-    is a dict) as far as they are plain data, and the rest (process groups, functions) is what the program has given.
+    One that has `state_dict()` and `load_state_dict()` is asked. Of any other its attributes are saved (its items, if
+    it is a dict) as far as they are plain data; the others (process groups, functions) stay those of the program.
     Tensors belong to one rank and to buckets by their index: with another number of ranks, other parameters or another
     `bucket_cap_mb` only what all ranks had in common and what holds no tensor comes back.
     """
@@ -147,7 +133,7 @@ class HookState:
 
     def gather(self) -> dict[str, Any] | None:
         """Return what goes into the checkpoint, on rank zero; None on the other ranks. All ranks must call this."""
-        by_rank = gather_to_rank_zero(plain_entries(self._entries()), self.collectives)
+        by_rank = gather_to_rank_zero(to_plain(self._entries()), self.collectives)
         return None if by_rank is None else {"layout": self.layout, "by_rank": by_rank}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -176,7 +162,7 @@ class HookState:
         if self._has_state_dict:
             return dict(self.state.state_dict())
         if isinstance(self.state, dict):
-            return self.state
+            return dict(self.state)
         # Not by `__getstate__`: PowerSGD's logs a warning each time, and its `__setstate__` forgets the process group.
         slots = [vars(cls).get("__slots__", ()) for cls in type(self.state).__mro__]
         names = [name for of_class in slots for name in ([of_class] if isinstance(of_class, str) else of_class)]
@@ -189,14 +175,14 @@ class HookState:
             self.state.load_state_dict({**present, **entries})
             return
         # What is not plain now (a process group) was given by the program for this run.
-        plain = plain_entries({key: present.get(key) for key in entries})
-        entries = {key: value for key, value in entries.items() if key in plain}
-        if isinstance(self.state, dict):
-            self.state.update(entries)
-            return
-        for name, value in entries.items():
-            if name in present or hasattr(self.state, "__dict__"):
-                setattr(self.state, name, value)
+        plain = to_plain({key: present.get(key) for key in entries})
+        for key, value in entries.items():
+            if key not in plain:
+                continue
+            if isinstance(self.state, dict):
+                self.state[key] = value
+            elif key in present or hasattr(self.state, "__dict__"):
+                setattr(self.state, key, value)
 
 
 def bucket_layout(parameters: Mapping[str, Tensor], config: ReducerConfig) -> str:
@@ -206,13 +192,16 @@ def bucket_layout(parameters: Mapping[str, Tensor], config: ReducerConfig) -> st
 
 
 def _common(by_rank: list[dict[Any, Any]]) -> dict[Any, Any]:
-    first, *others = by_rank
-    return {
-        key: value
-        for key, value in first.items()
-        if not holds_tensors(value)
-        and all(key in other and not holds_tensors(other[key]) and other[key] == value for other in others)
-    }
+    """Return the entries that hold no tensor and are equal on all ranks."""
+
+    def without_tensors(entries: dict[Any, Any]) -> dict[Any, Any]:
+        found: dict[Any, list[Tensor]] = {key: [] for key in entries}
+        for key, value in entries.items():
+            apply_to_collection(value, Tensor, found[key].append)
+        return {key: value for key, value in entries.items() if not found[key]}
+
+    first, *others = map(without_tensors, by_rank)
+    return {k: value for k, value in first.items() if all(k in other and other[k] == value for other in others)}
 
 
 class RankSeeds:
@@ -224,29 +213,28 @@ class RankSeeds:
     def __init__(self) -> None:
         self._checkpoint: dict[str, Any] | None = None
         self._resumed_from: dict[str, Any] | None = None
-        # Until the first batch: whoever resumes from what is saved before it creates the iterators again, which draw.
+        # Until the first batch. A run that resumes from a checkpoint of before creates the iterators again, which draw.
         self._at_start: dict[str, Any] | None = None
 
     def take_from(self, checkpoint: dict[str, Any]) -> None:
-        """Remember what a checkpoint says, for the training that may begin with it."""
+        """Remember the random states in a checkpoint, for the training that may begin with it."""
         saved = checkpoint.get("bucketddp", {}).get("rank_seeds", {})
         self._checkpoint = {"global_step": checkpoint.get("global_step", 0), **saved}
 
     def forget_checkpoint(self) -> None:
-        """Call when no training begins with the checkpoint that was loaded."""
+        """Forget the checkpoint that was loaded: no training begins with it."""
         self._checkpoint = None
 
     def begin(self, *, step: int, collectives: Collectives, device: torch.device) -> None:
         """Start this rank's stream: where the checkpoint has left it, else a new one. All ranks must call this."""
         saved, self._checkpoint = self._checkpoint, None
-        self._resumed_from = None
-        # Of all ranks, or of the one that has saved alone.
+        # Either all ranks have saved their states, or one has saved its own alone.
         held = {} if saved is None else dict(enumerate(saved.get("states", []), start=saved.get("saved_by", 0)))
         num_ranks = len(held) if saved is None else saved.get("world_size", len(held))
         states = held if num_ranks == collectives.world_size else {}
         seeds = self._split(step if saved is None else saved["global_step"], collectives, except_for=states)
-        if collectives.rank in states:
-            self._resumed_from = from_plain(states[collectives.rank], torch.device("cpu"))
+        self._resumed_from = states.get(collectives.rank)
+        if self._resumed_from is not None:
             set_random_state(self._resumed_from, device)
         self._at_start = random_state(device)
         if saved is None:
@@ -270,8 +258,17 @@ class RankSeeds:
             )
 
     def continue_after_start(self, trainer: Trainer, device: torch.device) -> None:
-        """Call before the first batch: undo what Lightning has drawn since `begin` and an uninterrupted run had not."""
-        if self._resumed_from is not None and not _has_begun_epoch(trainer.fit_loop):
+        """Undo, before the first batch, what Lightning has drawn since `begin` and an uninterrupted run had not.
+
+        Creating iterators draws random numbers. A run that was not interrupted creates them at the beginning of each
+        epoch, after the checkpoint; a resumed one before `on_train_start` in any case, and later again or not.
+        """
+        fit_loop: Any = trainer.fit_loop
+        progress = fit_loop.epoch_progress.current
+        is_between_epochs = progress.processed == progress.started
+        # The condition of Lightning's epoch loop; it has no `is_resuming` before 2.6.
+        creates_again = not fit_loop.restarting and not getattr(fit_loop, "is_resuming", False)
+        if self._resumed_from is not None and (creates_again or not is_between_epochs):
             set_random_state(self._resumed_from, device)
         self._resumed_from = self._at_start = None
 
@@ -282,8 +279,7 @@ class RankSeeds:
 
         All ranks must call this. `collectives` is None when there are no others.
         """
-        state = self._at_start or state or random_state(device)
-        return {"states": gather_to_rank_zero(to_plain(state), collectives)}
+        return {"states": gather_to_rank_zero(self._at_start or state or random_state(device), collectives)}
 
     def _split(self, step: int, collectives: Collectives, *, except_for: Mapping[int, Any]) -> str:
         """Seed this rank by its number; return what all ranks get, in words, but for those that have a state."""
@@ -300,24 +296,11 @@ class RankSeeds:
         return f"from seed {base} and step {step}: {shown}"
 
 
-def _has_begun_epoch(fit_loop: Any) -> bool:
-    """Return whether the first batch comes from the iterators that exist, and begins an epoch.
-
-    Creating iterators draws random numbers. A run that was not interrupted creates them at the beginning of each epoch,
-    after the checkpoint; a resumed one before `on_train_start` in any case, and later again or not.
-    """
-    progress = fit_loop.epoch_progress.current
-    is_between_epochs = progress.processed == progress.started
-    # The condition of Lightning's epoch loop; it has no `is_resuming` before 2.6.
-    creates_again = not fit_loop.restarting and not getattr(fit_loop, "is_resuming", False)
-    return is_between_epochs and not creates_again
-
-
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of this process's generators."""
+    """Return the state of this process's generators, as plain data."""
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=True),
+        "numpy": _plain_numpy_state(np.random.get_state(legacy=True)),
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
@@ -328,7 +311,12 @@ def random_state(device: torch.device) -> dict[str, Any]:
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Have this process's generators go on from `state`."""
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    np.random.set_state(tuple(state["numpy"]))
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _plain_numpy_state(state: Any) -> list[Any]:
+    name, keys, *rest = state
+    return [str(name), keys.tolist(), *rest]

@@ -11,7 +11,6 @@ from datetime import datetime, timezone
 from typing import Any
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file
 from lightning_bucketddp.checkpoint.checkpoint_io import damage_at, fingerprint
@@ -37,13 +36,14 @@ class SavedCheckpoint:
     epoch: int
 
     def describe(self) -> str:
+        """Return path and step, for a message."""
         return f"`{self.path}` (step {self.step}, epoch {self.epoch})"
 
     def is_there(self) -> bool:
         """Return whether the file at the path is the one that was written."""
         try:
             return fingerprint(self.path) == self.fingerprint
-        except Exception:  # whatever a file system says, and what zipfile makes of a damaged directory
+        except Exception:  # of the file system, or of zipfile for a damaged index
             return False
 
     def damage(self) -> str | None:
@@ -68,22 +68,22 @@ class RunRecord:
     """The checkpoints of the run `name`, in a file under `root`, a directory or the address of one."""
 
     def __init__(self, root: str, name: str) -> None:
-        self._root = root
-        self._filesystem, directory = url_to_fs(f"{root.rstrip('/')}/{_DIRECTORY}")
-        self._directory: str = directory
-        self._path = f"{directory}/{name}.json"
+        self._root = root.rstrip("/")
+        self._address = f"{self._root}/{_DIRECTORY}/{name}.json"
+        self._filesystem, path = url_to_fs(self._address)
+        self._path: str = path
         # What the run begins with, until there is another checkpoint.
-        self.start_path = f"{root.rstrip('/')}/{_DIRECTORY}/{name}.ckpt"
+        self.start_path = f"{self._root}/{_DIRECTORY}/{name}.ckpt"
 
     @property
     def end(self) -> RunEnd | None:
-        """Where the run has ended; None: it has not."""
+        """Where the run has ended; None: it has not ended."""
         end: dict[str, Any] | None = self._read().get("end")
         return None if end is None else RunEnd(**end)
 
     @property
     def loggers(self) -> Loggers:
-        """Its loggers when it has saved last."""
+        """The loggers that it had when it last saved."""
         return [(kind, version) for kind, version in self._read().get("loggers", [])]
 
     @property
@@ -102,15 +102,16 @@ class RunRecord:
 
     def num_other_runs(self) -> int:
         """Return how many other runs have a record under the same root."""
-        if not self._filesystem.isdir(self._directory):
+        directory, own_name = os.path.split(self._path)
+        if not self._filesystem.isdir(directory):
             return 0
-        names = {os.path.basename(name) for name in self._filesystem.ls(self._directory, detail=False)}
-        return len({name for name in names if name.endswith(".json")} - {os.path.basename(self._path)})
+        names = {os.path.basename(name) for name in self._filesystem.ls(directory, detail=False)}
+        return len([name for name in names if name.endswith(".json") and name != own_name])
 
     def add(self, path: str, *, step: int, epoch: int, loggers: Loggers | None = None, is_over: bool = False) -> None:
-        """Note that the newest checkpoint is at `path`, and the `loggers` of now, if they are known.
+        """Note that the newest checkpoint is at `path`, saved after the end of the run if that `is_over`.
 
-        `is_over` tells that it is saved after the end of the run.
+        `loggers` are those of now; None: they are not known here.
         """
         if (content := fingerprint(path)) is None:
             log.warning("bucketddp: `auto_resume` will not find `%s`, because it is not a file.", path)
@@ -151,8 +152,7 @@ class RunRecord:
 
     def _shortened(self, path: str) -> str:
         """Return `path` from the root on, if it is below: the root may be moved."""
-        root = f"{self._root.rstrip('/')}/"
-        return path[len(root) :] if path.startswith(root) else path
+        return path.removeprefix(f"{self._root}/")
 
     def _read(self) -> dict[str, Any]:
         if not self._filesystem.isfile(self._path):
@@ -165,13 +165,9 @@ class RunRecord:
         return record
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Write; a failure is a warning, because the checkpoints are there and training can go on."""
-        text = json.dumps(record, indent=1).encode()
+        """Write the record; a failure is a warning, because the checkpoints are there and training can go on."""
         try:
-            if isinstance(self._filesystem, LocalFileSystem):
-                with atomic_file(self._path) as file:
-                    file.write(text)
-            else:
-                self._filesystem.pipe_file(self._path, text)
+            with atomic_file(self._address) as file:
+                file.write(json.dumps(record, indent=1).encode())
         except Exception as error:
             log.warning("bucketddp: `auto_resume` will not find the newest checkpoint: `%s`: %s", self._path, error)

@@ -5,14 +5,14 @@ Note: position
     Lightning's own count may be behind, where an exception came after the step and before the batch was over, or ahead,
     where gradients were being accumulated, which are lost. It is corrected when the checkpoint is loaded.
 
-    It also holds how many samples that were, of each dataloader, and the sampler leaves them out. Most samplers begin
-    an epoch by drawing a seed or an order from one of torch's generators, whose state then is in the checkpoint, too;
-    but a `DistributedSampler` knows its order by the number of the epoch.
+    It also holds how many samples of each dataloader that were. A sampler leaves them out, and so does a sharded
+    stream. Most samplers begin an epoch by drawing a seed or an order from one of torch's generators, whose state is
+    in the checkpoint, too; but a `DistributedSampler` knows its order by the number of the epoch.
 
     With another batch size or number of ranks the samples that are left make other batches, and Lightning counts as
     many before them as make the epoch come out right. Each rank takes every n-th sample of an order that does not
-    depend on the number of ranks, so what is behind is divided by that number, and the remainder is seen again. Where
-    ranks may have different numbers of samples, they begin with a whole batch, so that they end together.
+    depend on the number of ranks, so the number of samples is divided by n, and the remainder is trained on again.
+    Where samplers may give ranks different numbers of samples, they begin with a whole batch, to end together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -49,27 +49,25 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _COUNTS = ("ready", "started", "processed", "completed")
-# Lightning's, about loaders that do not know themselves where they were.
+# Lightning warns of this for loaders that have no `state_dict`.
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
 class ResumableSampler(Sampler[Any]):
-    """What `sampler` gives, in the first pass between the indices that `taken` returns; else it is like `sampler`."""
+    """Gives, in each pass, what `sampler` gives between the indices that `next_range` returns."""
 
     def __init__(
-        self, sampler: Any, *, taken: Callable[[], tuple[int, int | None]], generator_at_start: Tensor | None
+        self, sampler: Any, *, next_range: Callable[[], tuple[int, int | None]], generator_at_start: Tensor | None
     ) -> None:
         self._original = sampler
-        self._taken = taken
+        self._next_range = next_range
         self._restored = generator_at_start
-        self.is_first_pass = True
         # State of the generator when the pass began; None: there was none, or none is needed.
         self.generator_at_start = generator_at_start
 
     def __iter__(self) -> Iterator[Any]:
         # Not before its first batch is asked for: a loader with workers makes two iterators, and drops one.
-        begin, end = self._taken() if self.is_first_pass else (0, None)
-        self.is_first_pass = False
+        begin, end = self._next_range()
         restored, self._restored = self._restored, None
         if (drawing := _random_sampler(self._original)) is None:
             yield from islice(self._original, begin, end)
@@ -80,14 +78,13 @@ class ResumableSampler(Sampler[Any]):
         if restored is not None:
             generator.set_state(restored)
         self.generator_at_start = generator.get_state()
-        # Draws what the sampler draws.
-        rest = islice(self._original, begin, end)
-        first = list(islice(rest, 1))
+        samples = islice(self._original, begin, end)
+        first = list(islice(samples, 1))  # draws what the sampler draws
         if restored is not None and own is None:
-            # All others that draw from it go on where they are.
+            # Whatever else draws from it goes on where it was.
             generator.set_state(now)
         yield from first
-        yield from rest
+        yield from samples
 
     def __len__(self) -> int:
         return len(self._original)
@@ -108,17 +105,19 @@ def _random_sampler(sampler: Any) -> Any:
 
 
 @dataclass(slots=True)
-class _Part:
+class _LoaderPosition:
     """Where this rank is in one of the training dataloaders (Note: position)."""
 
     loader: Any
     batch_size: int | None  # how many of what its sampler gives; None: it gives batches of the user's own
     num_samples: float  # in a pass; infinite: that is not known, or not the same on all ranks
-    sampler: ResumableSampler | None  # leaves out what was trained on; None: the loader does so itself
-    # Where in what its sampler gives the first pass of this run begins and ends (None: at its end).
+    is_stream: bool
+    sampler: ResumableSampler | None = None  # None: it is a stream
+    # Where the first pass of this run begins and ends (None: at its end), and how many batches that makes.
     begin: int = 0
     end: int | None = None
-    num_batches: float = math.inf  # that makes
+    num_batches: float = math.inf
+    has_begun: bool = False  # the first pass of this run
     is_first_pass: bool = True  # of the epoch; a loader that is shorter than another begins again
 
     def take_all(self) -> None:
@@ -126,16 +125,17 @@ class _Part:
         self.begin, self.end, self.num_batches, self.is_first_pass = 0, None, length_of(self.loader), True
 
     def take_rest(self, num_behind: int, *, num_batches: float, num_counted: int) -> int:
-        """Take what comes after `num_behind` in an epoch of `num_batches`; return how many batches that leaves out.
+        """Leave out the first `num_behind` samples of an epoch of `num_batches`; return how many batches they make.
 
-        They were `num_counted`, maybe of another size. One is left at least, to end the epoch with.
+        They made `num_counted` batches, maybe of another size. At least one batch is left, to end the epoch with.
         """
         size, length = self.batch_size or 1, length_of(self.loader)
         if math.inf in (self.num_samples, num_batches):
             num_before = num_behind // size
             if num_before != num_counted and num_batches != math.inf:
                 num_before = min(num_before, int(min(length, num_batches)) - 1)
-            self.begin, self.num_batches = num_before * size, max(length - num_before, 0)
+            self.begin = num_behind if self.is_stream else num_before * size
+            self.num_batches = max(length - num_before, 0)
             return num_before
         self.end = int(min(self.num_samples, num_batches * size) if num_batches < length else self.num_samples)
         drops_last = getattr(self.loader.batch_sampler, "drop_last", False)
@@ -154,7 +154,7 @@ class _Part:
 
     @property
     def own_batches(self) -> list[Any] | None:
-        """What batches of the user's own are told apart by; None: there are none."""
+        """Size and number of batches of the user's own; None: there are none."""
         size = getattr(self.loader.batch_sampler, "batch_size", None)
         return [size, length_of(self.loader)] if self.batch_size is None else None
 
@@ -170,7 +170,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Resumed:
-    """What a run that is resumed has behind it (Note: position)."""
+    """What a resumed run has behind it (Note: position)."""
 
     epoch: int
     num_batches: int
@@ -181,7 +181,7 @@ class _Resumed:
     @property
     def is_within_epoch(self) -> bool:
         """Whether samples of an epoch that is not over are in the weights."""
-        has_samples = any(loader["num_samples"] for loader in self.saved.get("loaders", []))
+        has_samples = any(loader["num_samples"] for loader in self.saved["loaders"])
         return not self.is_end_of_epoch and (self.num_batches > 0 or has_samples)
 
 
@@ -193,8 +193,8 @@ class EpochPosition(RunPart):
         self._trainer: Any = None  # a `Trainer`, once a fit has begun
         self._at_step: _Step | None = None
         self._resumed: _Resumed | None = None
-        self._parts: list[_Part] = []
-        # In the epoch that is resumed, which has this number: how many batches come before the first of this run.
+        self._loaders: list[_LoaderPosition] = []
+        # The number of the epoch that is resumed, and how many of its batches come before the first of this run.
         self._resumed_epoch: int | None = None
         self._num_before: int | None = None
         self._can_skip = is_on
@@ -237,53 +237,75 @@ class EpochPosition(RunPart):
         self._resumed = _Resumed(epoch, 0 if is_end else num_batches, is_end, is_schedule_due, saved)
 
     def begin_loaders(self) -> None:
-        self._parts, self._num_before, self._can_skip = [], None, self._is_on
+        self._loaders, self._num_before, self._can_skip = [], None, self._is_on
 
     def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
         if not self._can_skip or not is_training:
             return loader
-        if is_dealt(loader):
-            self._parts.append(_Part(loader, loader.batch_size or 1, length_of(loader.dataset), None))
-            return loader
+        is_stream = is_dealt(loader)
         has_samples = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        if not has_samples or hasattr(loader, "load_state_dict"):
+        if hasattr(loader, "load_state_dict") or not (is_stream or has_samples):
             self._can_skip = False
             return loader
-        return self._with_sampler(loader)
+        return self._with_range(loader) if is_stream else self._with_sampler(loader)
+
+    def _with_range(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return a loader of a sharded stream that leaves out what was trained on."""
+        iterate, num_ranks = type(loader).__iter__, self._trainer.world_size
+        total: Any = length_of(loader.dataset.dataset)  # type: ignore[attr-defined]
+        # The most that a rank has, because ranks with fewer may have to go on for as long (`uneven_data`).
+        num_samples = total if total == math.inf else -(-total // num_ranks)
+        position = _LoaderPosition(loader, loader.batch_size or 1, num_samples, is_stream=True)
+
+        def iterate_range(this: Any) -> Iterator[Any]:
+            this.dataset.num_read = self._next_range(position)[0] * num_ranks
+            return iterate(this)
+
+        return self._prepared(position, {"__iter__": iterate_range})
 
     def _with_sampler(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        resumed, index, num_ranks = self._resumed, len(self._parts), self._trainer.world_size
-        batches: Any = loader.batch_sampler
+        """Return a loader whose sampler leaves out what was trained on."""
+        batches, num_ranks = cast(Any, loader.batch_sampler), self._trainer.world_size
         has_own_batches = batches is not None and type(batches).__iter__ is not BatchSampler.__iter__
         original: Any = loader.sampler if batches is None else batches if has_own_batches else batches.sampler
         are_even = num_ranks == 1 or is_even(loader)
+        batch_size = None if has_own_batches else getattr(batches, "batch_size", 1)
+        num_samples = length_of(original) if are_even and not has_own_batches else math.inf
+        position = _LoaderPosition(loader, batch_size, num_samples, is_stream=False)
         generator = None
-        if resumed is not None:
-            # After a failure there is only that of the rank that has saved.
+        if (resumed := self._resumed) is not None:
+            # After a failure there is only the state of the rank that has saved.
             by_rank = resumed.saved["generators"]
             generators = by_rank[self._trainer.global_rank if len(by_rank) == num_ranks else 0]
             is_order_known = are_even or num_ranks == resumed.saved["world_size"]
-            if resumed.is_within_epoch and index < len(generators) and is_order_known:
-                generator = generators[index]
+            if resumed.is_within_epoch and len(self._loaders) < len(generators) and is_order_known:
+                generator = generators[len(self._loaders)]
             for one in (loader.sampler, getattr(batches, "sampler", None)):
                 # Workers ask for the first samples before Lightning says which epoch it is.
                 getattr(one, "set_epoch", lambda epoch: None)(resumed.epoch)
-        sampler = ResumableSampler(original, taken=lambda: self._taken_from(index), generator_at_start=generator)
-        replaced = sampler
+        replaced = position.sampler = ResumableSampler(
+            original, next_range=lambda: self._next_range(position), generator_at_start=generator
+        )
         if batches is not None and not has_own_batches:
             replaced = copy.copy(batches)
-            replaced.sampler = sampler
-        num_read = property(lambda this: self._place_loaders() if sampler.is_first_pass else 0)
-        changes = {"sampler" if batches is None else "batch_sampler": replaced}
-        prepared: DataLoader[Any] = changed_loader(loader, {"num_batches_read": num_read}, **changes)
-        batch_size = None if has_own_batches else getattr(batches, "batch_size", 1)
-        num_samples = length_of(original) if are_even and not has_own_batches else math.inf
-        self._parts.append(_Part(prepared, batch_size, num_samples, sampler))
+            replaced.sampler = position.sampler
+        return self._prepared(position, {}, **{"sampler" if batches is None else "batch_sampler": replaced})
+
+    def _prepared(self, position: _LoaderPosition, members: dict[str, Any], **attributes: Any) -> DataLoader[Any]:
+        self._loaders.append(position)
+        num_read = property(lambda _: 0 if position.has_begun else self._place_loaders())
+        prepared: DataLoader[Any] = changed_loader(
+            position.loader, {"num_batches_read": num_read, **members}, **attributes
+        )
         return prepared
 
-    def _taken_from(self, index: int) -> tuple[int, int | None]:
+    def _next_range(self, position: _LoaderPosition) -> tuple[int, int | None]:
+        """Return where the next pass of a loader begins and ends."""
+        if position.has_begun:
+            return 0, None
         self._place_loaders()
-        return self._parts[index].begin, self._parts[index].end
+        position.has_begun = True
+        return position.begin, position.end
 
     def _place_loaders(self) -> int:
         """Decide, once their limits are known, what the loaders give first; return how many batches come before."""
@@ -293,26 +315,25 @@ class EpochPosition(RunPart):
             ends_with_first = mode_of(combined) == "min_size"
             num_batches = min(lengths) if ends_with_first else max(lengths)
             num_before = []
-            for index, part in enumerate(self._parts):
+            for index, position in enumerate(self._loaders):
                 if resumed is None or not resumed.is_within_epoch:
-                    part.take_all()
+                    position.take_all()
                     continue
-                num_behind, part.is_first_pass = self._num_behind(index, resumed)
-                most = num_batches if part.is_first_pass else math.inf
-                left_out = part.take_rest(num_behind, num_batches=most, num_counted=resumed.num_batches)
-                num_before += [left_out] if part.is_first_pass else []
+                num_behind, position.is_first_pass = self._num_behind(index, resumed)
+                most = num_batches if position.is_first_pass else math.inf
+                left_out = position.take_rest(num_behind, num_batches=most, num_counted=resumed.num_batches)
+                num_before += [left_out] if position.is_first_pass else []
             default = 0 if resumed is None else resumed.num_batches
             self._num_before = max(num_before, default=default) if ends_with_first else min(num_before, default=default)
         return self._num_before
 
     def _num_behind(self, index: int, resumed: _Resumed) -> tuple[int, bool]:
-        """Return how much of what a sampler gives is in the weights, and whether that is of its first pass."""
-        part, num_ranks, num_before = self._parts[index], self._trainer.world_size, resumed.saved["world_size"]
-        if part.sampler is None:
-            return len(range(self._trainer.global_rank, part.loader.dataset.begun[0], num_ranks)), True
-        saved = dict(enumerate(resumed.saved.get("loaders", []))).get(index)
-        is_of_other_ranks = part.num_samples == math.inf and num_before != num_ranks
-        if saved is None or saved["own_batches"] != part.own_batches or is_of_other_ranks:
+        """Return how many samples of a loader are in the weights, and whether they are of its first pass."""
+        position, num_ranks, num_before = self._loaders[index], self._trainer.world_size, resumed.saved["world_size"]
+        saved = dict(enumerate(resumed.saved["loaders"])).get(index)
+        has_own_order = position.num_samples == math.inf and not position.is_stream
+        is_of_other_ranks = has_own_order and num_before != num_ranks
+        if saved is None or saved["own_batches"] != position.own_batches or is_of_other_ranks:
             rank_zero_warn(
                 "bucketddp: the data of this epoch begins again. Which samples are in the weights is not known: each"
                 " rank has samples, or batches, of its own, and had others when the checkpoint was saved."
@@ -334,11 +355,8 @@ class EpochPosition(RunPart):
                 for counts in (self._batches.total, self._batches.current):
                     for name in _COUNTS:
                         setattr(counts, name, getattr(counts, name) + shift)
-        for part in self._parts:
-            if part.sampler is None and not resumed.is_end_of_epoch:
-                part.loader.dataset.begun = part.loader.dataset.begun[0], self._batches.current.processed
         self._resumed = None
-        self._continue_schedules(resumed, resumed.saved.get("metrics", {}))
+        self._continue_schedules(resumed, resumed.saved["metrics"])
         if resumed.is_within_epoch and self._can_skip:
             warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
             self._filter = warnings.filters[0]
@@ -355,8 +373,8 @@ class EpochPosition(RunPart):
 
     def begun(self) -> tuple[int, int]:
         """Return after how many samples, and how many batches, of its epoch this run goes on."""
-        is_resumed = self._parts and self._resumed_epoch == self._num_epochs_begun()
-        return (self._parts[0].begin, self._place_loaders()) if is_resumed else (0, 0)
+        is_resumed = self._loaders and self._resumed_epoch == self._num_epochs_begun()
+        return (self._loaders[0].begin, self._place_loaders()) if is_resumed else (0, 0)
 
     @property
     def _batches(self) -> Any:
@@ -367,7 +385,7 @@ class EpochPosition(RunPart):
 
     def complete_step(self) -> None:
         if self._filter is not None:
-            with suppress(ValueError):  # somebody has taken it away
+            with suppress(ValueError):  # other code has removed it
                 warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
             self._filter = None
         # Lightning counts this step later.
@@ -382,9 +400,9 @@ class EpochPosition(RunPart):
         """Return how many batches of the epoch are in the weights; None: Lightning's count is valid."""
         if not self._can_skip or self._trainer is None or self._resumed is not None:
             return None
-        if self._at_step is None and not self._trainer.lightning_module.automatic_optimization:
-            return None  # the optimizer's own `step` is called, and we see none
         last = self._at_step
+        if last is None and not self._trainer.lightning_module.automatic_optimization:
+            return None  # the user calls the optimizer's own `step`, which is not noticed
         if last is None or last.num_epochs != self._num_epochs_begun():
             return 0
         # After the end of an epoch Lightning may begin another one without counting it.
@@ -396,10 +414,10 @@ class EpochPosition(RunPart):
             return None
         if self._num_epochs_begun() != self._resumed_epoch:
             self._num_before = 0
-            for part in self._parts:
-                part.take_all()
+            for position in self._loaders:
+                position.take_all()
         combined = combined_loader(self._trainer.fit_loop)
-        cycles = len(self._parts) > 1 and mode_of(combined) == "max_size_cycle"
+        cycles = len(self._loaders) > 1 and mode_of(combined) == "max_size_cycle"
         num_own = num_batches - self._place_loaders()
         known = known_metrics(self._trainer)
         monitors = {it.monitor for it in self._trainer.lr_scheduler_configs if it.reduce_on_plateau}
@@ -407,8 +425,8 @@ class EpochPosition(RunPart):
             "num_batches": num_batches,
             "step": None if self._at_step is None else self._at_step.number,
             "world_size": self._trainer.world_size,
-            "generators": [part.sampler and part.sampler.generator_at_start for part in self._parts],
-            "loaders": [part.state(num_own, cycles=cycles) for part in self._parts],
+            "generators": [position.sampler and position.sampler.generator_at_start for position in self._loaders],
+            "loaders": [position.state(num_own, cycles=cycles) for position in self._loaders],
             "metrics": {name: float(known[name]) for name in monitors if name in known},
         }
 

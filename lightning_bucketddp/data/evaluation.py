@@ -4,9 +4,9 @@ Note: rounds
     All ranks run the same number of batches, and the batches of one round have the same size (why:
     docs/design/evaluation-rounds.md). Of n samples on W ranks each rank gets `base`, in ordinary batches, and E < W
     ranks get one more batch of s samples: n = W * base + E * s. There is such an E for every n if s and W have no
-    common factor. The other W - E ranks repeat that batch, and take back what it counts. Rank zero has a batch of its
-    own in every round. Batches of a stream or of the user's own batch sampler are dealt out whole. The last one may be
-    smaller, so it has a round of its own.
+    common factor. The other W - E ranks repeat that batch, and its samples are not counted there. Rank zero has a batch
+    of its own in every round. Batches of a stream or of the user's own batch sampler are dealt out whole. The last one
+    may be smaller, so it has a round of its own.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def changed_loader(loader: Any, members: dict[str, Any] | None = None, **attribu
     """Return a copy of `loader` with other `attributes`; `members` replace those of its class."""
     changed = copy.copy(loader)
     if attributes:
-        # `DataLoader` forbids to set these. Workers that it has know the old ones.
+        # `DataLoader` forbids to set these. Persistent workers have the old ones.
         vars(changed).update(attributes, _iterator=None)
     if members is not None:
         original: Any = type(loader)
-        # Still an instance of its own class: users and Lightning ask for it, and set attributes of it.
+        # Still an instance of its own class: users and Lightning ask for that, and set attributes of the class.
         changed.__class__ = type(original.__name__, (original,), {"__module__": original.__module__, **members})
     return changed
 
@@ -57,7 +57,7 @@ def length_of(sized: Any) -> float:
 
 _MISSING: Any = object()
 
-# Drawn at a time: to exchange the random states takes up to a millisecond. Not all, because some samplers never end.
+# How many values are drawn at a time: exchanging random states takes up to a millisecond, but some samplers never end.
 _NUM_DRAWN = 64
 
 _T = TypeVar("_T")
@@ -75,12 +75,12 @@ class Part:
 
 @dataclass(eq=False)
 class Rounds:
-    """Deals out batches as they are, to the ranks in turn; `has_last_apart`: in a round of its own (Note: rounds)."""
+    """Deals out batches as they are, to the ranks in turn (Note: rounds)."""
 
     part: Part
-    has_last_apart: bool
-    # Batches behind this rank's own are repeated; behind whole rounds some rank repeats one. Right for batches that are
-    # dealt out, also if somebody looks at the first ones again meanwhile; infinite until it is known.
+    has_last_apart: bool  # the last batch has a round of its own
+    # This rank repeats the batches after its own; in the rounds after the whole ones some rank repeats one. Valid for
+    # batches that are dealt out, also while user code reads the first ones again; infinite until it is known.
     num_own_batches: float = math.inf
     num_whole_rounds: float = math.inf
 
@@ -98,7 +98,7 @@ class Rounds:
         for first, own, is_whole in self._rounds(iter(batches)):
             if not is_whole:
                 self.num_whole_rounds = min(self.num_whole_rounds, number)
-            elif number >= self.num_whole_rounds:  # those of an earlier pass, which had fewer
+            elif number >= self.num_whole_rounds:  # an earlier pass had fewer
                 self.num_whole_rounds = math.inf
             if own is not _MISSING:
                 if number >= self.num_own_batches:
@@ -133,37 +133,33 @@ class Rounds:
 
 @dataclass(eq=False)
 class SharedDraws:
-    """Random numbers for samplers that draw from those of the process: the same on all ranks, others in each pass.
+    """Random numbers for samplers that draw from the generators of the process: equal on all ranks, new in each pass.
 
-    Those of the process stay as they are.
+    The generators of the process stay as they are.
     """
 
     seed: int
     _epoch: int = 0
     _num_passes: int = 0
 
-    def through(self, values: Iterable[_T], *, sampler: Any, num_drawn: int | None = _NUM_DRAWN) -> Iterator[_T]:
-        """Return `values`, which `sampler` draws, in a new pass, `num_drawn` at a time, or all of them at once."""
-        epoch = getattr(sampler, "epoch", 0)
+    def through(self, values: Iterable[_T], *, num_drawn: int | None = _NUM_DRAWN) -> Iterator[_T]:
+        """Yield what a sampler or batch sampler gives in a new pass; draw `num_drawn` at a time, or all at once."""
+        epoch = getattr(getattr(values, "sampler", values), "epoch", 0)
         self._num_passes = self._num_passes + 1 if epoch == self._epoch else 1
         self._epoch = epoch
         seed = random.Random(f"{self.seed} {epoch} {self._num_passes}").getrandbits(32)
-        return _drawn_from(seed, values, num_drawn)
-
-
-def _drawn_from(seed: int, sampler: Iterable[_T], num_drawn: int | None) -> Iterator[_T]:
-    generator = torch.Generator().manual_seed(seed)
-    inside = random.Random(seed).getstate(), np.random.RandomState(seed).get_state(), generator.get_state()
-    values = (value for one in [sampler] for value in one)  # which calls `iter` when it is first asked
-    while True:
-        outside = _exchange_random_states(inside)
-        try:
-            some = list(islice(values, num_drawn))
-        finally:
-            inside = _exchange_random_states(outside)
-        if not some:
-            return
-        yield from some
+        generator = torch.Generator().manual_seed(seed)
+        inside = random.Random(seed).getstate(), np.random.RandomState(seed).get_state(), generator.get_state()
+        drawn = (value for one in [values] for value in one)  # calls `iter` when it is first asked
+        while True:
+            outside = _exchange_random_states(inside)
+            try:
+                some = list(islice(drawn, num_drawn))
+            finally:
+                inside = _exchange_random_states(outside)
+            if not some:
+                return
+            yield from some
 
 
 def _exchange_random_states(states: tuple[Any, Any, Tensor]) -> tuple[Any, Any, Tensor]:
@@ -175,14 +171,16 @@ def _exchange_random_states(states: tuple[Any, Any, Tensor]) -> tuple[Any, Any, 
     return before
 
 
-class BatchShare(BatchSampler):
-    """The batches of one rank, of all those that `original` gives. It looks like `original` otherwise."""
+class ShareOfBatches(BatchSampler):
+    """Every W-th batch that `original` gives, as it is (Note: rounds). Other attributes are those of `original`."""
 
     def __init__(self, original: Any, part: Part) -> None:
-        # Lightning's sampler for predictions copies what is in here, and nothing else.
+        # Lightning's sampler for predictions copies these attributes, and no others.
         vars(self).update(vars(original))
         self.original = original
         self.part = part
+        drops_last = type(original) is BatchSampler and original.drop_last
+        self.rounds = Rounds(part, has_last_apart=not drops_last)
         self._draws = SharedDraws(part.seed)
 
     def __getattr__(self, name: str) -> Any:
@@ -190,12 +188,15 @@ class BatchShare(BatchSampler):
             raise AttributeError(name)
         return getattr(self.original, name)
 
+    def __len__(self) -> int:
+        return self.rounds.number_of(len(self.original))
 
-class ShareOfSamples(BatchShare):
+    def __iter__(self) -> Iterator[Any]:
+        return self.rounds.deal(self._draws.through(self.original))
+
+
+class ShareOfSamples(ShareOfBatches):
     """Every W-th sample, in batches of this rank's own, and a last one for some ranks (Note: rounds)."""
-
-    num_own_batches: float = math.inf
-    num_whole_rounds: float = math.inf
 
     def __len__(self) -> int:
         num_samples = len(self.original.sampler)
@@ -208,7 +209,7 @@ class ShareOfSamples(BatchShare):
     def __iter__(self) -> Iterator[list[Any]]:
         sampler, size = self.original.sampler, self.original.batch_size
         rank, world_size = self.part.rank, self.part.world_size
-        samples = list(self._draws.through(sampler, sampler=sampler, num_drawn=None))
+        samples = list(self._draws.through(sampler, num_drawn=None))
         if not self.part.repeats:
             # As many batches on all ranks wherever there are enough samples; their sizes differ by one.
             own, number = samples[rank::world_size], len(self)
@@ -217,8 +218,8 @@ class ShareOfSamples(BatchShare):
         base, extra = self._split(len(samples))
         own = samples[rank : world_size * base : world_size]
         batches = [own[at : at + size] for at in range(0, base, size)]
-        self.num_whole_rounds = len(batches)
-        self.num_own_batches = len(batches) + (rank < extra)
+        self.rounds.num_whole_rounds = len(batches)
+        self.rounds.num_own_batches = len(batches) + (rank < extra)
         if extra:
             batches.append(samples[world_size * base :][rank if rank < extra else 0 :: extra])
         return iter(batches)
@@ -234,26 +235,10 @@ class ShareOfSamples(BatchShare):
         return divmod(num_samples, world_size)
 
 
-class ShareOfBatches(BatchShare):
-    """Every W-th batch, as it is (Note: rounds)."""
-
-    def __init__(self, original: Any, part: Part) -> None:
-        super().__init__(original, part)
-        is_even = type(original) is BatchSampler and original.drop_last
-        self.rounds = Rounds(part, has_last_apart=not is_even)
-
-    def __len__(self) -> int:
-        return self.rounds.number_of(len(self.original))
-
-    def __iter__(self) -> Iterator[Any]:
-        sampler = getattr(self.original, "sampler", None)
-        return self.rounds.deal(self._draws.through(self.original, sampler=sampler))
-
-
 class ShareOfIndices(DistributedSampler[Any]):
     """Every W-th of the indices that `sampler` gives, for a loader that makes no batches of them.
 
-    By its class Lightning knows that a loader has no need of a distributed sampler.
+    Lightning adds a distributed sampler to a loader unless its sampler is a `DistributedSampler`.
     """
 
     def __init__(self, sampler: Any, part: Part) -> None:
@@ -267,7 +252,7 @@ class ShareOfIndices(DistributedSampler[Any]):
             self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.rounds.deal(list(self._draws.through(self.sampler, sampler=self.sampler, num_drawn=None)))
+        return self.rounds.deal(list(self._draws.through(self.sampler, num_drawn=None)))
 
     def __len__(self) -> int:
         return self.rounds.number_of(len(self.sampler))
@@ -279,7 +264,7 @@ def divided(loader: Any, part: Part, *, keeps_batches: bool = False) -> Any:
     With `keeps_batches` the batches of one process are dealt out.
     """
     changes: dict[str, Any] = {}
-    # Without repetitions it goes to `fabric.setup_dataloaders`, which looks at the class of the sampler.
+    # Without repetitions it goes to `fabric.setup_dataloaders`, which checks the class of the sampler.
     if loader.batch_sampler is None or not part.repeats:
         changes["sampler"] = ShareOfIndices(loader.sampler, part)
     if loader.batch_sampler is not None:
@@ -291,12 +276,10 @@ def divided(loader: Any, part: Part, *, keeps_batches: bool = False) -> Any:
     return changed_loader(loader, **changes)
 
 
-def share_of(loader: Any) -> Rounds | ShareOfSamples | None:
-    """Return what deals out the data of `loader` for evaluation, and knows `num_own_batches`; None: nothing does."""
+def share_of(loader: Any) -> Rounds | None:
+    """Return the rounds in which the data of `loader` is dealt out for evaluation; None: it is not dealt out."""
     batch_sampler = batch_sampler_within(getattr(loader, "batch_sampler", None))
     for dealer in (loader, batch_sampler, getattr(loader, "sampler", None)):
-        if isinstance(dealer, ShareOfSamples):
-            return dealer
         if isinstance(rounds := getattr(dealer, "rounds", None), Rounds):
             return rounds
     return None

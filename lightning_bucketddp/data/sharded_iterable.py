@@ -5,12 +5,7 @@ Note: dealing
     goes to rank i % world_size; of the samples of a rank, as many in a row as make a batch go to one worker, the next
     ones to the next worker. So a rank gets the same batches in the same order with any number of workers, `len` is
     right, and only its last batch may be incomplete. For evaluation the batches of one process are dealt out
-    (Note: rounds).
-
-    A checkpoint holds how many samples of the stream all ranks together have trained on, by the training loop's count,
-    because loaders are ahead of it. A run that is resumed begins its first pass behind them, on another number of ranks
-    perhaps a few before, so that all ranks have as many left. A loader that is shorter than another one beside it, and
-    has begun again within the epoch, begins once more.
+    (Note: rounds). Where a resumed run begins: Note: position.
 """
 
 from __future__ import annotations
@@ -42,10 +37,8 @@ class ShardedIterable(IterableDataset[Any]):
 
     def __init__(self, dataset: IterableDataset[Any], *, rank: int, world_size: int, batch_size: int) -> None:
         self.dataset = dataset
-        # Samples of the whole stream that are left out at the beginning of the next pass.
+        # How many samples of the whole stream the next pass leaves out at its beginning.
         self.num_read = 0
-        # Those left out of this pass, and how many batches the training loop counts before it.
-        self.begun = (0, 0)
         self._rank = rank
         self._world_size = world_size
         self._batch_size = batch_size
@@ -76,77 +69,36 @@ class IterableSharding(RunPart):
     rank: int
     world_size: int
     warn: Callable[[str], None]
-    num_batches_trained: Callable[[], int | None]  # returns None if the epoch is over
     _warnings: set[str] = field(default_factory=set)
 
     def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
-        loader = getattr(loader, "dealt_from", loader)  # one that was prepared before
         if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
             return loader
         if (reason := _why_dealt_already(loader.dataset)) is not None:
             self._warn_once(f"bucketddp: `shard_iterable=True` leaves a dataset as it is: {reason}")
             return loader
-        if names := _asks_for_its_part(loader):
+        if names := _rank_names_in(loader):
             self._warn_once(
                 f"bucketddp: `{type(loader.dataset).__name__}` asks by {list_names(names)} which samples to read, and"
                 " `shard_iterable=True` deals out what it reads. If it takes a part of the samples by itself, the rest"
                 " is never used: let it read all of them, or leave `shard_iterable` out."
             )
-        original, batch_size = type(loader), loader.batch_size or 1
-        if is_training:
-            rank, world_size = self.rank, self.world_size
-            members = _stateful(original, self.num_batches_trained, batch_size=batch_size, num_ranks=world_size)
-        else:
-            rank, world_size = 0, 1
-            members = _in_rounds(original, Part(self.rank, self.world_size, seed=0))
-        dealt = ShardedIterable(loader.dataset, rank=rank, world_size=world_size, batch_size=batch_size)
-        return changed_loader(loader, members, dataset=dealt, dealt_from=loader)
+        members: dict[str, Any] = {}
+        rank, world_size = (self.rank, self.world_size) if is_training else (0, 1)
+        if not is_training:
+            original, rounds = type(loader), Rounds(Part(self.rank, self.world_size, seed=0), has_last_apart=True)
+            members = {
+                "rounds": rounds,
+                "__iter__": lambda this: rounds.deal(original.__iter__(this)),
+                "__len__": lambda this: rounds.number_of(original.__len__(this)),
+            }
+        dataset = ShardedIterable(loader.dataset, rank=rank, world_size=world_size, batch_size=loader.batch_size or 1)
+        return changed_loader(loader, members, dataset=dataset)
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warnings:
             self._warnings.add(text)
             self.warn(text)
-
-
-def _in_rounds(original: Any, part: Part) -> dict[str, Any]:
-    """Return the members of a loader that deals out the batches of `original` (Note: rounds)."""
-    rounds = Rounds(part, has_last_apart=True)
-    return {
-        "rounds": rounds,
-        "__iter__": lambda this: rounds.deal(original.__iter__(this)),
-        "__len__": lambda this: rounds.number_of(original.__len__(this)),
-    }
-
-
-def _stateful(
-    original: Any, num_batches_trained: Callable[[], int | None], *, batch_size: int, num_ranks: int
-) -> dict[str, Any]:
-    """Return the members by which Lightning saves and restores the position of a loader (Note: dealing)."""
-    samples_per_batch = batch_size * num_ranks
-
-    def iterate(this: Any) -> Iterator[Any]:
-        if this.dataset.num_read == 0:
-            this.dataset.begun = (0, 0)
-        batches: Iterator[Any] = original.__iter__(this)
-        this.dataset.num_read = 0  # workers have copies
-        return batches
-
-    def state_dict(this: Any) -> dict[str, int]:
-        num_samples, num_batches = this.dataset.begun
-        trained = num_batches_trained()
-        return {"num_samples": 0 if trained is None else num_samples + (trained - num_batches) * samples_per_batch}
-
-    def load_state_dict(this: Any, state: dict[str, int]) -> None:
-        # So that each rank has as many left.
-        this.dataset.num_read = state.get("num_samples", 0) // num_ranks * num_ranks
-        this.dataset.begun = this.dataset.num_read, num_batches_trained() or 0
-
-    return {
-        "__iter__": iterate,
-        "state_dict": state_dict,
-        "load_state_dict": load_state_dict,
-        "num_batches_read": property(lambda this: this.dataset.num_read // samples_per_batch),
-    }
 
 
 def is_dealt(loader: object) -> bool:
@@ -156,7 +108,7 @@ def is_dealt(loader: object) -> bool:
 
 def _why_dealt_already(dataset: object) -> str | None:
     """Return who gives each rank and worker its own part of `dataset` already; None: nobody is known to."""
-    # torch will not have it for ever.
+    # torch is going to remove it.
     if isinstance(dataset, getattr(torch.utils.data, "IterDataPipe", ())):
         return (
             "`DataLoader` itself deals out an `IterDataPipe`, at its `sharding_filter`. One that has none is read in"
@@ -168,10 +120,8 @@ def _why_dealt_already(dataset: object) -> str | None:
     return None
 
 
-def _asks_for_its_part(loader: DataLoader[Any]) -> list[str]:
+def _rank_names_in(loader: DataLoader[Any]) -> list[str]:
     """Return the names by which the code that reads samples seems to find out which ones are its own."""
-    # Nobody is a worker where there are none.
-    wanted = _OF_RANKS | _OF_WORKERS if loader.num_workers > 0 else _OF_RANKS
     used = _names_used_by(loader.worker_init_fn, owner=object)
     datasets: list[Any] = [loader.dataset]
     for dataset in datasets:
@@ -180,7 +130,8 @@ def _asks_for_its_part(loader: DataLoader[Any]) -> list[str]:
         for value in getattr(dataset, "__dict__", {}).values():
             inner = value if isinstance(value, list | tuple) else [value]
             datasets += [one for one in inner if isinstance(one, IterableDataset) and one not in datasets]
-    return sorted(used & wanted)
+    # Without workers nothing depends on `get_worker_info`.
+    return sorted(used & (_OF_RANKS | _OF_WORKERS if loader.num_workers > 0 else _OF_RANKS))
 
 
 def _names_used_by(function: object, *, owner: type) -> set[str]:

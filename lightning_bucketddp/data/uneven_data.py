@@ -1,14 +1,13 @@
 """Training data that ends earlier on some ranks than on others, and data that all ranks read alike.
 
-By default a rank whose data ends says so in the next message between the ranks, and if the others go on, all of them
-raise: this costs nothing per step. With `extends`, all ranks ask each other at every batch whether anyone has more; one
-that has not repeats its last batch, with weight zero, until all have finished. So every rank runs the same steps, with
-every collective that the user's code has in them.
+By default a rank whose data ends reports that in the next message between the ranks, and if the others go on, all of
+them raise: this costs nothing per step. With `extends`, all ranks ask each other at every batch whether any has more;
+one that has not repeats its last batch, with weight zero, until all have finished. So every rank runs the same steps,
+with every collective of the user's code.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import math
@@ -37,8 +36,8 @@ _DEFINED_IN_PYTHON = 1 << 9
 class UnevenData:
     """Watches the training data of a fit for ranks that run out of it, or extends it there.
 
-    With `extends`, ranks are asked whether anyone has more every `asks_every` batches. If that is not one, they are not
-    asked at all if the lengths of all loaders are known.
+    With `extends`, ranks are asked every `asks_every` batches whether any has more; not at all if that is more than one
+    and the lengths of all loaders are known.
     """
 
     exchange: StepExchange
@@ -60,12 +59,13 @@ class UnevenData:
         """Return a loader like `loader` that notifies the other ranks when it ends, or goes on until theirs do."""
         if is_even(loader):
             return loader
-        loader = copy.copy(loader) if type(loader).__flags__ & _DEFINED_IN_PYTHON else _Batches(loader)
-        original = loader.__class__ = getattr(loader, "_even_original", type(loader))
+        if not type(loader).__flags__ & _DEFINED_IN_PYTHON:
+            loader = _Batches(loader)
+        original: Any = type(loader)
         length = self._agreed_length(loader)
 
         def iterate(this: Any) -> Iterator[Any]:
-            # Those that a run that is resumed had read before; asked before the next pass begins.
+            # The batches that a resumed run has read before; asked before the next pass begins.
             num_read: int = getattr(this, "num_batches_read", 0)
             batches: Iterator[Any] = original.__iter__(this)
             if not is_only_loader(this):
@@ -74,7 +74,7 @@ class UnevenData:
                 return self._watched(batches, length, num_read=num_read)
             return self._extended(batches, length, num_read=num_read, begin_again=lambda: original.__iter__(this))
 
-        members: dict[str, Any] = {"__iter__": iterate, "_even_original": original}
+        members: dict[str, Any] = {"__iter__": iterate}
         if self.extends and length != math.inf:
             members["__len__"] = lambda _: length
         return changed_loader(loader, members)
@@ -91,7 +91,7 @@ class UnevenData:
     def _watched(self, batches: Iterator[Any], length: float, *, num_read: int) -> Iterator[Any]:
         has_sent = False
         for num_given, batch in enumerate(batches, start=num_read + 1):
-            if num_given == length:  # nobody will ask for another
+            if num_given == length:  # no other batch will be asked for
                 self.exchange.send(MessageKind.OUT_OF_DATA)
                 has_sent = True
             yield batch
@@ -156,7 +156,7 @@ class _Batches:
 
 
 _NUM_STEPS = 3
-# Of a batch and of each of its tensors: a digest is to cost less than a step of a small model.
+# Limits for each batch and each of its tensors: a digest is to cost less than a step of a small model.
 _MAX_TENSORS = 16
 _MAX_ELEMENTS = 1024
 
@@ -165,14 +165,14 @@ _MAX_ELEMENTS = 1024
 class FirstBatches(RunPart):
     """Compares the first batches of a fit with those of the other ranks, and warns once.
 
-    A digest goes with the message that a step sends in any case. Ranks are said to read the same data if their digests
-    agree in the first three steps and are not the same three times: data that is equal by nature (zeros, one sample)
-    does not change from step to step. A step in which no two ranks agree ends the comparison.
+    A digest travels with the message of each step. Ranks read the same data if their digests agree in the first three
+    steps and change between them: data that is equal by nature (zeros, one sample) does not change from step to step. A
+    step in which no two ranks agree ends the comparison.
     """
 
     exchange: StepExchange
     warn: Callable[[str], None]
-    # Those that could give every rank the same, in words, and what to do about it.
+    # Loaders that could give every rank the same, in words, and what to do about it.
     _loaders: dict[str, str] = field(default_factory=dict)
     _steps: list[list[int]] = field(default_factory=list)
     _is_decided: bool = False
@@ -202,7 +202,7 @@ class FirstBatches(RunPart):
         for rank, digests in enumerate(zip(*self._steps, strict=True)):
             if all(digests):
                 ranks_by_digests[digests].append(rank)
-        # Those that have agreed in every step so far, or the most of them.
+        # The largest group of ranks that have agreed in every step so far.
         same = max((ranks for ranks in ranks_by_digests.values() if len(ranks) > 1), key=len, default=[])
         self._is_decided = not same or len(self._steps) == _NUM_STEPS
         if same and self._is_decided and len({step[same[0]] for step in self._steps}) > 1:
@@ -234,8 +234,8 @@ def digest_of(batch: Any, *, before: int = 0) -> int:
     digest = hashlib.blake2b(str(before).encode(), digest_size=6)
     for tensor in found:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        with suppress(RuntimeError, TypeError):  # of a kind whose elements cannot be read: sparse, quantized, nested
-            # Some elements from all over the tensor, which may be a view of any kind, in one row.
+        with suppress(RuntimeError, TypeError):  # the elements of sparse, quantized and nested tensors cannot be read
+            # Some elements from everywhere in the tensor, which may be a view of any kind, in one row.
             per_dim = int(_MAX_ELEMENTS ** (1 / max(tensor.dim(), 1)))
             steps = tuple(slice(None, None, max(1, math.ceil(size / per_dim))) for size in tensor.shape)
             digest.update(tensor[steps].reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())

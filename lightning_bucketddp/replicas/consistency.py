@@ -1,16 +1,16 @@
 """When replicas are compared, what is compared, and what is done if they are not equal.
 
 Between two steps, checksums are started on the device. Between the next two, when they are on the host, one digest of
-them goes to all ranks with the message of the next backward. Then all ranks know whether anyone differs. Nothing waits
-for the device, and no rank sends anything that the others do not expect. If someone differs, the ranks stop and compare
+them goes to all ranks with the message of the next backward. Then all ranks know whether any differs. Nothing waits
+for the device, and no rank sends anything that the others do not expect. If one differs, the ranks stop and compare
 tensor by tensor.
 
 Note: checksum
-    The bits of a tensor, in the order in which they lie in memory, are taken as 64-bit words. Each word is multiplied
-    by an odd number and the products are added modulo 2**64. An odd factor loses nothing, so a change of one word, be
-    it a single bit, always shows. The factors are random, so swapped words and changes of opposite sign show too. They
-    repeat after a prime number of words: a tensor is folded to that length first, which reads it once and needs no
-    memory of its size, and no shape has rows of just that length.
+    The bits of a tensor, in memory order, are read as 64-bit words. Each word is multiplied by an odd number and the
+    products are added modulo 2**64. An odd factor loses nothing, so a change of one word, be it a single bit, always
+    changes the sum. The factors are random, so swapped words and changes of opposite sign change it too. They repeat
+    after a prime number of words: a tensor is folded to that length first, which reads it once and needs no memory of
+    its size, and no shape has rows of just that length.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _SEED = 20_261
 
 def units_of(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return `tensors` in units, each of which gets one checksum: large ones alone, small ones of a device together."""
-    alone: list[list[Tensor]] = []
-    together: dict[torch.device, list[Tensor]] = {}
+    large: list[list[Tensor]] = []
+    small: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.nbytes > _SMALL_BYTES:
-            alone.append([tensor])
+            large.append([tensor])
         else:
-            together.setdefault(tensor.device, []).append(tensor)
-    return [*alone, *together.values()]
+            small.setdefault(tensor.device, []).append(tensor)
+    return [*large, *small.values()]
 
 
 class Checksums:
@@ -57,9 +57,9 @@ class Checksums:
         self._factors: dict[torch.device, Tensor] = {}
 
     def start(self, units: Sequence[Sequence[Tensor]]) -> Callable[[], list[int]]:
-        """Start on one number per unit of tensors on one device, equal for equal bits; return what waits for them.
+        """Start to compute one number per unit of tensors on one device; return a function that waits for them.
 
-        They are copied to the host behind what the device has to do before: who asks a step later hardly waits.
+        Equal bits have equal numbers. They are copied to the host in stream order: a step later they have arrived.
         """
         by_device: dict[torch.device, dict[int, Tensor]] = {}
         positions: list[int] = []
@@ -101,7 +101,7 @@ class Checksums:
 
 
 def _folded(words: Tensor) -> Tensor:
-    """Return `words`, or the sums of those that a multiple of `_NUM_FACTORS` separates."""
+    """Return the sums of the words whose positions differ by multiples of `_NUM_FACTORS`."""
     num_rows, num_left = divmod(words.numel(), _NUM_FACTORS)
     if num_rows == 0:
         return words
@@ -111,7 +111,7 @@ def _folded(words: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of `tensor` in the order in which they lie in memory; copied only where they have gaps."""
+    """Return the bytes of `tensor` in memory order; copied only where they have gaps."""
     if tensor.is_quantized:
         tensor = tensor.int_repr()
     span = 1 + sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
@@ -135,13 +135,13 @@ class ReplicaDivergedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor or number that is not the same everywhere."""
+    """A tensor or number that is not the same on all ranks."""
 
     name: str
-    # Ranks with equal values, the largest group first; of equally large ones the one with the lowest rank.
+    # Groups of ranks with equal values, the largest first; of equally large ones the one with the lowest rank.
     groups: list[list[int]]
-    values: list[Any]  # of each group; None where it does not exist
-    is_number: bool  # or else the values are checksums
+    values: list[Any]  # of each group; None: it does not exist there
+    is_number: bool  # otherwise the values are checksums
 
     @property
     def exists_everywhere(self) -> bool:
@@ -167,7 +167,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Everything that is not the same everywhere, and the rank to follow."""
+    """Everything that is not the same on all ranks, and the rank with the state to keep."""
 
     differences: list[Difference]
     source: int
@@ -204,7 +204,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Parameters, buffers and what optimizers keep, by name."""
+    """Parameters, buffers and the state of optimizers, by name."""
 
     tensors: dict[str, Tensor]
     numbers: dict[str, Any] = field(default_factory=dict)  # learning rates, step counters
@@ -212,9 +212,9 @@ class TrainingState:
     owners: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
 
     def add(self, name: str, owner: dict[str, Any], key: str, *, is_number: bool) -> None:
-        """Add `owner[key]`, if it is a tensor, or `is_number`."""
+        """Add `owner[key]` if it is an ordinary tensor, or `is_number`."""
         value = owner[key]
-        # An ordinary tensor: neither sparse nor made of others (a DTensor holds a shard).
+        # Neither sparse nor made of others (a DTensor holds a shard).
         has_bits = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
         if has_bits and not hasattr(value, "__tensor_flatten__"):
             self.tensors[name] = value
@@ -223,23 +223,19 @@ class TrainingState:
             self.owners[name] = (owner, key)
 
     def start_digest(self, checksums: Checksums) -> Callable[[], int]:
-        """Start to compute one `id_of` everything, which may change afterwards; return what waits for the number."""
+        """Start to compute one `id_of` everything, which may change afterwards; return a function that waits for it."""
         described = json.dumps([sorted(self.tensors), self.numbers], sort_keys=True)
         wait = checksums.start(units_of([self.tensors[name] for name in sorted(self.tensors)]))
-
-        def digest() -> int:
-            return id_of(json.dumps([described, wait()]).encode())
-
-        return digest
+        return lambda: id_of(json.dumps([described, wait()]).encode())
 
     def values(self, checksums: Checksums) -> dict[str, Any]:
-        """Return the numbers, which are more often a cause than an effect, and the checksum of each tensor."""
+        """Return the numbers and the checksum of each tensor. Numbers come first: they are rather cause than effect."""
         of_tensors = checksums.start([[tensor] for tensor in self.tensors.values()])()
         return {**self.numbers, **dict(zip(self.tensors, of_tensors, strict=True))}
 
 
 def _is_setting(value: Any) -> bool:
-    """Return whether it is a number, or several (`betas`)."""
+    """Return whether a value of a parameter group is a number, or several (`betas`)."""
     return isinstance(value, int | float) or (isinstance(value, list | tuple) and all(map(_is_setting, value)))
 
 
@@ -249,7 +245,7 @@ def training_state(
     *,
     is_divided: Callable[[Tensor], bool] = lambda _: False,
 ) -> TrainingState:
-    """Return what is compared: `parameters` and what `optimizers` keep for them, unless that is divided among ranks."""
+    """Return what is compared: `parameters` and their state in `optimizers`, unless that is divided among ranks."""
     compared = TrainingState({name: param.detach() for name, param in parameters.items()})
     names = {id(param): name for name, param in parameters.items()}
     for number, optimizer in enumerate(optimizers):
@@ -275,7 +271,7 @@ def training_state(
 class ReplicaComparison:
     """Compares the replicas of a training.
 
-    If it `has_messages`, every synchronised backward sends one with `exchange`; else it is sent with a digest only.
+    If it `has_messages`, every synchronised backward sends one by `exchange`; else only digests are sent.
     """
 
     collectives: Collectives
@@ -283,7 +279,7 @@ class ReplicaComparison:
     exchange: StepExchange
     has_messages: bool
     _checksums: Checksums = field(default_factory=Checksums)
-    _digest: Callable[[], int] | None = None  # that is being computed
+    _digest: Callable[[], int] | None = None  # waits for the digest that is being computed
     _begun_at: int = 0
 
     @property
@@ -291,14 +287,14 @@ class ReplicaComparison:
         return bool(self.config.every_n_steps)
 
     def between_steps(self, state: Callable[[], TrainingState], *, num_backwards: int) -> None:
-        """Compare replicas when it is time to. All ranks call this after the same number of synchronised backwards."""
+        """Compare replicas if that is due. All ranks call this after the same number of synchronised backwards."""
         if not self.config.every_n_steps:
             return
         if not self.has_messages:
             self.exchange.receive()
         if self.exchange.digests_differ:
             self.exchange.digests_differ = False
-            self._digest = None  # begun before that is known
+            self._digest = None  # of a state that is compared now
             if not self.compare(state, when=f"after {num_backwards} synchronised backwards"):
                 self._warn("The replicas differed in the last check and are equal again.")
         if self._digest is not None and num_backwards > self._begun_at:
@@ -311,7 +307,7 @@ class ReplicaComparison:
             self._begun_at = num_backwards
 
     def compare(self, state: Callable[[], TrainingState], *, when: str) -> bool:
-        """Compare now and act on it; return whether there was a difference. All ranks must call this."""
+        """Compare now, and raise, heal or log; return whether there was a difference. All ranks must call this."""
         compared = state()
         hosts = self.collectives.host_group()
         digest = torch.tensor([compared.start_digest(self._checksums)()])
@@ -346,16 +342,15 @@ class ReplicaComparison:
             log.warning(wrap(f"bucketddp: {text}"))
 
     def _heal(self, state: TrainingState, divergence: Divergence, *, from_source: Mapping[str, Any]) -> None:
+        """Overwrite what differs by the values of the source."""
         names = [difference.name for difference in divergence.differences]
-        for owned in names:
-            if owned in state.owners:
-                (owner, key), value = state.owners[owned], from_source[owned]
-                owner[key] = tuple(value) if isinstance(owner[key], tuple) else value
+        for name in state.owners.keys() & set(names):
+            owner, key = state.owners[name]
+            owner[key] = tuple(from_source[name]) if isinstance(owner[key], tuple) else from_source[name]
         tensors = [state.tensors[name] for name in names if name in state.tensors]
-        device = self.collectives.device
-        on_device = [tensor for tensor in tensors if tensor.device == device]
-        # Such as step counters, and everything once the training has ended.
-        on_host = [tensor for tensor in tensors if tensor.device != device]
+        on_device = [tensor for tensor in tensors if tensor.device == self.collectives.device]
+        # Step counters, and everything once the training has ended.
+        on_host = [tensor for tensor in tensors if tensor.device != self.collectives.device]
         source = self.collectives.global_ranks.index(divergence.source)
         self.collectives.broadcast_tensors(on_device, source=source)
         self.collectives.host_group().broadcast_tensors(on_host, source=source)

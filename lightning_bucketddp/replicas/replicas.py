@@ -15,8 +15,8 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.trainer_internals import WRAPPER_OF_FABRIC
 from lightning_bucketddp.wording import list_names, list_ranks
 
-# Classes that exchange gradients or weights by themselves: those that wrap a module, and those into which a call turns
-# a module or its parameters. By name, because importing them takes seconds, and only if they are of these packages.
+# Classes that exchange gradients or weights by themselves: wrappers of modules, and classes into which a call turns a
+# module or its parameters. By name and package, because importing them takes seconds.
 _WRAPPERS = {
     *("DataParallel", "DeepSpeedEngine", "DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel"),
     WRAPPER_OF_FABRIC,
@@ -29,7 +29,7 @@ _CALLS = {
 }
 _PACKAGES = {"apex", "deepspeed", "fairscale", "lightning", "lightning_fabric", "pytorch_lightning", "torch"}
 
-# What a rank says of each of its tensors, by name.
+# Shape, dtype and other aspects of each tensor of a rank, by its name.
 Description = dict[str, dict[str, Any]]
 
 
@@ -51,7 +51,7 @@ class Replicas:
         check_parameters(module, self.parameters)
         self._parallel_already = find_parallel_submodule(module, self.parameters)
         self.sparse_names = sparse_names_of(module, self.parameters)
-        # Owner and key of each. Looked up at each use: modules replace their buffers, and drop them.
+        # Owner and key of each; looked up at each use, because modules replace their buffers, and drop them.
         self._buffers = {
             name: (owner, key)
             for prefix, owner in module.named_modules()
@@ -73,9 +73,9 @@ class Replicas:
             )
 
     def agree(self) -> None:
-        """Raise on every rank, naming the first difference, unless all ranks hold the same parameters and buffers.
+        """Raise on every rank, naming the first difference, unless all ranks have the same parameters and buffers.
 
-        Also if something else makes a submodule parallel, on any rank.
+        Raise also if a submodule is made parallel by something else, on any rank.
         """
         mine = {
             name: {
@@ -89,15 +89,22 @@ class Replicas:
         digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
         digests, refusals = zip(*self.collectives.gather_json([digest, self._parallel_already]), strict=True)
         if ranks := [rank for rank, refusal in enumerate(refusals) if refusal is not None]:
+            name, kind = refusals[ranks[0]]
+            found, remedy = f"was made parallel by {_CALLS.get(kind)}", "Leave that call out"
+            if kind in _WRAPPERS:
+                found, remedy = f"is wrapped in `{kind}`", "Leave the wrapper out: put its `.module` in its place"
             where = "" if len(ranks) == self.collectives.world_size else f" on {list_ranks(ranks)}"
-            raise ValueError(explain_parallel(*refusals[ranks[0]], where=where))
+            raise ValueError(
+                f"`{name}` {found}{where}, but this strategy averages the gradients of all submodules by itself."
+                f" {remedy}, or name its parameters in `_ddp_params_and_buffers_to_ignore`."
+            )
         if len(set(digests)) > 1:
             raise ReplicaMismatchError(explain_difference(self._by_rank(self.collectives, mine)))
 
     def refuse_trainable(self, trainable: Sequence[bool]) -> NoReturn:
         """Raise on every rank, naming a parameter that only some of them train. All ranks must call this."""
         mine = {name: {"requires_grad": is_on} for name, is_on in zip(self.parameters, trainable, strict=True)}
-        # Between the hosts: buckets may be under way elsewhere that nobody will wait for any more.
+        # By the host group: buckets may be in flight in the other groups.
         raise ReplicaMismatchError(explain_difference(self._by_rank(self.collectives.host_group(), mine)))
 
     @staticmethod
@@ -114,7 +121,7 @@ class Replicas:
         self.collectives.broadcast_tensors(list(self.buffers().values()))
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that ranks share and that are still there, by name."""
+        """Return the buffers that ranks share and that still exist, by name."""
         found = {name: getattr(owner, key, None) for name, (owner, key) in self._buffers.items()}
         return {name: buffer for name, buffer in found.items() if buffer is not None}
 
@@ -122,8 +129,8 @@ class Replicas:
 class SharedBuffers(nn.Module):
     """Calls `module` with rank 0's buffers on every rank, as torch DDP does: after each forward that has a gradient.
 
-    Other than there, a rank may leave out a forward, if its backward has no gradient for the module either: it receives
-    the buffers in that backward.
+    Unlike there, a rank may leave out a forward if its backward has no gradient for the module either: it receives the
+    buffers in that backward.
     """
 
     def __init__(self, module: nn.Module, replicas: Replicas, is_synchronised: Callable[[], bool]) -> None:
@@ -143,21 +150,18 @@ class SharedBuffers(nn.Module):
         return output
 
     def _begin(self) -> None:
-        self._share()
+        if self._is_due:
+            self._replicas.broadcast_buffers()
         self._was_called = True
 
     def _end(self, *, has_gradient: bool) -> None:
         self._is_due = has_gradient and self._is_synchronised()
 
     def end_backward(self, *, has_gradients: bool) -> None:
-        """Act before the gradients of a backward are exchanged."""
-        if not self._was_called and not has_gradients and self._is_synchronised():
-            self._share()
-        self._was_called = False
-
-    def _share(self) -> None:
-        if self._is_due:
+        """Receive the buffers where the forward was left out; called before gradients are exchanged."""
+        if self._is_due and not self._was_called and not has_gradients and self._is_synchronised():
             self._replicas.broadcast_buffers()
+        self._was_called = False
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -179,7 +183,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def find_parallel_submodule(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
     """Return the first submodule with some of `parameters` that something else makes parallel, and by which class."""
-    # Not by name: a module and its wrapper may both be submodules.
+    # By identity: a module and its wrapper may both be submodules.
     ours = {id(param) for param in parameters.values()}
     for name, submodule in module.named_modules():
         tensors = [type(param) for param in submodule.parameters(recurse=False) if id(param) in ours]
@@ -188,18 +192,6 @@ def find_parallel_submodule(module: nn.Module, parameters: Mapping[str, nn.Param
             if is_known and any(id(param) in ours for param in submodule.parameters()):
                 return name or type(module).__name__, base.__name__
     return None
-
-
-def explain_parallel(name: str, kind: str, *, where: str) -> str:
-    """Return why a submodule that `find_parallel_submodule` has found cannot be trained, and what to do."""
-    if kind in _WRAPPERS:
-        found, remedy = f"is wrapped in `{kind}`", "Leave the wrapper out: put its `.module` in its place"
-    else:
-        found, remedy = f"was made parallel by {_CALLS[kind]}", "Leave that call out"
-    return (
-        f"`{name}` {found}{where}, but this strategy averages the gradients of all submodules by itself. {remedy}, or"
-        " name its parameters in `_ddp_params_and_buffers_to_ignore`."
-    )
 
 
 def explain_difference(by_rank: Mapping[int, Description]) -> str:

@@ -23,20 +23,20 @@ def convert_sync_batchnorm(module: nn.Module, collectives: Collectives) -> None:
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
     if not layers or collectives.world_size == 1:
         return
-    # Also those that have parameters already: a lazy layer's first forward sets its class and would undo ours.
+    # Also lazy layers that have parameters already: their first forward sets their class.
     if lazy := [f"`{name}` ({type(m).__name__})" for name, m in layers.items() if isinstance(m, LazyModuleMixin)]:
         raise ValueError(
             f"Cannot synchronize BatchNorm layers that are still lazy: {', '.join(lazy)}. Run one batch through the"
             " model before training, for example in `setup`, or use classes that are not lazy."
         )
-    # A group of its own: gradient buckets leave in between, at moments that differ from rank to rank.
+    # A group of its own: gradient buckets are launched in between, at moments that differ from rank to rank.
     own_collectives = collectives.further_group("side")
     originals = {layer: getattr(layer, "_sync_original", type(layer)) for layer in layers.values()}
     synced_classes: dict[type[_BatchNorm], type[Any]] = {}
     for layer, original in originals.items():
         if original not in synced_classes:
             members = {"_sync_original": original, "_sync_collectives": own_collectives}
-            # torch's module name makes tools that trace a model take the layer as a leaf, as they do the original.
+            # By torch's module name, tools that trace a model take the layer for a leaf, as they do the original.
             members["__module__"] = original.__module__
             synced_classes[original] = type(f"Synced{original.__name__}", (_SyncedBatchNorm, original), members)
         layer.__class__ = synced_classes[original]
@@ -46,7 +46,7 @@ def revert_sync_batchnorm(module: nn.Module) -> None:
     """Undo `convert_sync_batchnorm`; parameters and running statistics stay as training left them."""
     for layer in module.modules():
         if isinstance(layer, _SyncedBatchNorm):
-            # Copies made during training are not in this tree: they must not wait for ranks that have finished.
+            # For copies made during training, which are not in this tree: ranks that have finished do not answer.
             type(layer)._sync_collectives = None
             layer.__class__ = layer._sync_original  # type: ignore[assignment]
 
@@ -59,9 +59,9 @@ def set_idle(module: nn.Module, is_idle: bool) -> None:
 
 
 class _SyncedBatchNorm(_BatchNorm):
-    """The base that conversion puts before a layer's class.
+    """First base of the class that a converted layer gets.
 
-    The process group belongs to the class, which each conversion makes anew, so no copy or pickle of a layer has it.
+    The process group is an attribute of that class, which each conversion makes anew: copies and pickles have none.
     """
 
     _sync_original: ClassVar[type[_BatchNorm]]
@@ -69,26 +69,26 @@ class _SyncedBatchNorm(_BatchNorm):
     _sync_is_idle: ClassVar[bool] = False
 
     def forward(self, input: Tensor) -> Tensor:
-        # Evaluation asks no other rank even where it needs batch statistics (`track_running_stats=False`): ranks may
-        # have different numbers of evaluation batches.
+        # Not in evaluation, even with batch statistics (`track_running_stats=False`): ranks may have different numbers
+        # of evaluation batches.
         if self.training and self._sync_collectives is not None and self._sync_collectives.is_open:
             output: Tensor = self._forward_over_ranks(input, self._sync_collectives)
             return output
         return super().forward(input)
 
-    # The dynamo of older versions does not see the mode and would trace an ordinary `F.batch_norm`.
+    # The dynamo of older versions ignores the mode and would trace an ordinary `F.batch_norm`.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward_over_ranks(self, input: Tensor, collectives: Collectives) -> Tensor:
         with _BatchNormOverRanks(self, collectives):
             if self._sync_original.forward is nn.SyncBatchNorm.forward:
-                # It refuses CPU tensors, and its own collectives would use the group of the gradients.
+                # That one refuses CPU tensors, and its collectives would use the group of the gradients.
                 return _BatchNorm.forward(self, input)
             return super().forward(input)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle as the original class, which loads in any process, with or without this package."""
-        reduced = super().__reduce_ex__(0)  # the constructors of later protocols insist on the object's own class
-        assert isinstance(reduced, tuple)  # a string would name a global, and layers are none
+        reduced = super().__reduce_ex__(0)  # the constructors of later protocols need the object's own class
+        assert isinstance(reduced, tuple)  # a string would name a global
         construct, args, *state = reduced
         return construct, tuple(self._sync_original if arg is type(self) else arg for arg in args), *state
 
@@ -100,10 +100,10 @@ class _SyncedBatchNorm(_BatchNorm):
 
 
 class _BatchNormOverRanks(TorchFunctionMode):
-    """Has `F.batch_norm`, in training, normalise over the batches of all ranks in the block.
+    """Makes `F.batch_norm`, in training, normalise over the batches of all ranks in the block.
 
-    Replacing this one function keeps what surrounds it: the books on momentum and batches that torch's `forward`
-    keeps, and the activation or other work that a subclass adds in a `forward` of its own.
+    Only this function is replaced: `forward` of torch still updates momentum and the number of batches, and `forward`
+    of a subclass may do more.
     """
 
     def __init__(self, layer: _SyncedBatchNorm, collectives: Collectives) -> None:
@@ -124,7 +124,7 @@ class _BatchNormOverRanks(TorchFunctionMode):
     ) -> Tensor:
         collectives, is_idle = self._collectives, self._layer._sync_is_idle
         batch = _statistics_over_ranks(x.detach()[:0] if is_idle else x.detach(), collectives)
-        # Only where this rank has at most one value: elsewhere reading the count would make the host wait for nothing.
+        # Reading the count makes the host wait, so it is read only where this rank has at most one value.
         if x.numel() <= x.shape[1]:
             count = int(batch.count)
             if count == 1:

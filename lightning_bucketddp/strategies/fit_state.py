@@ -155,7 +155,8 @@ class LoaderPreparation:
             self._num_training_loaders = None
 
     def prepare(self, loader: object, parts: list[RunPart]) -> object:
-        """Return `loader` as all `parts` want it."""
+        """Return `loader` as all `parts` want it; one that was prepared before is prepared anew."""
+        original = loader = getattr(loader, "prepared_from", loader)
         is_training = self._num_training_loaders is not None
         if self._num_training_loaders == 0:
             for part in parts:
@@ -164,6 +165,8 @@ class LoaderPreparation:
             self._num_training_loaders += 1
         for part in parts:
             loader = part.prepare_loader(loader, is_training=is_training)
+        if loader is not original:
+            loader.prepared_from = original  # type: ignore[attr-defined]
         return loader
 
 
@@ -194,19 +197,9 @@ def prepare_run(strategy: TrainerStrategy, trainer: Trainer) -> None:
     if collectives.world_size > 1:
         state.evaluation = ExactEvaluation(trainer, collectives, options)
 
-    def num_batches_trained() -> int | None:
-        progress = batch_progress(trainer)
-        num_batches = strategy._position.num_batches_trained()
-        num_batches = int(progress.current.processed) if num_batches is None else num_batches
-        is_over = progress.is_last_batch and num_batches == progress.current.ready
-        return None if is_over else num_batches
-
     if options.shard_iterable:
         state.sharding = IterableSharding(
-            rank=strategy.global_rank,
-            world_size=strategy.world_size,
-            warn=rank_zero_warn,
-            num_batches_trained=num_batches_trained,
+            rank=strategy.global_rank, world_size=strategy.world_size, warn=rank_zero_warn
         )
     if state.is_fit:
         _prepare_fit(strategy, trainer, collectives)

@@ -139,7 +139,8 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._rank_seeds = RankSeeds() if self.options.rank_seeds else None
         size, weight = self.options.global_batch_size, self.options.gradient_weight
         # What makes a step stays what it is on another number of ranks, also where only the user resumes.
-        self._position = EpochPosition(is_on=self.options.auto_resume or size is not None)
+        is_exact = self.options.auto_resume or self.options.shard_iterable or size is not None
+        self._position = EpochPosition(is_on=is_exact)
         self._batch_size = GlobalBatchSize(size, weighs=weight is None, begun=self._position.begun)
         self._islands: Islands | None = None
         # Read by what `adopt_process_setup` takes over.

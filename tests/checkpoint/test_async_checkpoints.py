@@ -31,7 +31,7 @@ WAIT_S = 50  # for what comes soon, or never
 
 
 class HeldCheckpointIO(BucketDDPCheckpointIO):
-    """Takes its time: until it is told to write, or for some seconds."""
+    """Writes when it is released, or after some seconds."""
 
     def __init__(self, seconds: float = WAIT_S) -> None:
         self.released = threading.Event()
@@ -122,7 +122,7 @@ def test_training_goes_on_and_the_weights_of_the_step_are_saved(tmp_path: Path) 
     )
 
 
-# With two ranks the news travel with the next step; in one process there is nobody to tell. After the last batch
+# With two ranks the failure travels with the next step; in one process it is raised at once. After the last batch
 # there is no step any more, only the end.
 @pytest.mark.parametrize(
     ("world_size", "options", "saved_after", "trained"),

@@ -1,25 +1,37 @@
-"""Checkpoints are written while training goes on, one at a time; what fails is heard of; nothing is removed early."""
+"""Checkpoints are written in the background, one at a time; failures are raised; non-finite ones go elsewhere."""
 
 from __future__ import annotations
 
 import errno
+import io
 import logging
+import math
 import os
 import re
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
-from lightning_bucketddp.checkpoint.async_writer import CheckpointWriter
+from lightning_bucketddp.checkpoint.async_writer import (
+    FINITE,
+    INFINITE,
+    NAN,
+    CheckpointWriter,
+    FiniteCheckpoints,
+    nonfinite_weights,
+    severities_of,
+    snapshot_of,
+)
 from lightning_bucketddp.checkpoint.checkpoint_io import AtomicCheckpointIO, CheckpointWriteError
+from tests.support.cases import for_each
 from tests.support.jobs import checkpoint as jobs
 from tests.support.programs import REPOSITORY
 
@@ -27,7 +39,7 @@ WAIT_S = 20  # for what comes at once, or never
 
 
 class HeldStorage:
-    """Storage that takes a checkpoint only when told to."""
+    """Storage that takes a checkpoint only when it is released."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -69,13 +81,6 @@ def fail(writer: CheckpointWriter, storage: HeldStorage) -> str:
 
     writer.save({}, write, path=path, in_background=True)
     return f"Could not write checkpoint `{path}`: Not a directory"
-
-
-def test_a_remote_path_is_written_in_the_background(writer: CheckpointWriter) -> None:
-    path, checkpoint_io = "memory://bucketddp/background/model.ckpt", BucketDDPCheckpointIO()
-    writer.save({"number": 1}, partial(checkpoint_io.save_checkpoint, path=path), path=path, in_background=True)
-    writer.drain()
-    assert checkpoint_io.load_checkpoint(path) == {"number": 1}
 
 
 def test_the_next_save_waits_for_the_one_before(writer: CheckpointWriter, storage: HeldStorage) -> None:
@@ -219,3 +224,155 @@ def test_a_program_that_ends_waits_for_what_it_writes(tmp_path: Path) -> None:
     process = subprocess.run([sys.executable, "-c", PROGRAM, path], cwd=REPOSITORY, timeout=WAIT_S * 3, check=False)
     assert process.returncode == 7
     assert torch.load(path, weights_only=True)["weight"].tolist() == [1, 1, 1]
+
+
+# --- Snapshots
+
+
+def saved(checkpoint: Any) -> tuple[list[bytes], str]:
+    """What `torch.save` writes: each storage, and what comes of it when it is loaded again."""
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    with zipfile.ZipFile(file) as archive:
+        storages = [archive.read(name) for name in archive.namelist() if "/data/" in name]
+    file.seek(0)
+    return storages, repr(torch.load(file, weights_only=False))
+
+
+def checkpoint_of_many_kinds() -> dict[str, Any]:
+    linear, storage = nn.Linear(3, 3), torch.arange(1000.0)
+    linear.bias.requires_grad_(False)
+    return {
+        "state_dict": {"tied": linear.weight, "again": linear.weight, **linear.state_dict()},
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.rand(3, 3)}}}],
+        "views": [storage[:10], storage[500:].view(50, 10).T],
+        "not a leaf": linear.weight * 2,
+        "dtypes": [torch.ones(3, dtype=dtype) for dtype in (torch.bfloat16, torch.bool, torch.int64, torch.complex64)],
+        "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
+        "sparse": torch.eye(3).to_sparse(),
+        "empty": torch.empty(0, 4),
+        "channels_last": torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "storage": torch.ones(7).untyped_storage(),
+        "callbacks": {"best": {"path": "a.ckpt", "scores": [1.0, 2.0]}},
+    }
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # what a bare storage is loaded as
+def test_a_snapshot_saves_to_the_same_file() -> None:
+    checkpoint = checkpoint_of_many_kinds()
+    assert saved(snapshot_of(checkpoint)) == saved(checkpoint)
+
+
+def test_later_changes_do_not_reach_a_snapshot() -> None:
+    weight, scores, options = torch.ones(3), [1], {"lr": 0.1}
+    expected = saved({"weight": weight, "scores": scores, "options": options})
+    snapshot = snapshot_of({"weight": weight, "scores": scores, "options": options})
+    weight.zero_()
+    scores.append(2)
+    options["lr"] = 0.2
+    assert saved(snapshot) == expected
+
+
+# --- Which weights are not finite, and where a checkpoint goes that has such
+
+BAD = ["weight"]
+DTYPES = ["float32", "float64", "float16", "bfloat16", "float8_e5m2", "complex64"]
+
+
+class Weights(nn.Module):
+    """One parameter of each dtype, all of them with the same elements."""
+
+    def __init__(self, *elements: float) -> None:
+        super().__init__()
+        for name in DTYPES:
+            weight = torch.tensor(elements).to(getattr(torch, name))
+            self.register_parameter(f"as_{name}", nn.Parameter(weight, requires_grad=False))
+        self.register_parameter("empty", nn.Parameter(torch.ones(0)))
+        self.register_parameter("int64", nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False))
+        self.register_buffer("mask", torch.tensor(elements))
+        self.norm = nn.BatchNorm1d(2)
+
+
+@for_each(
+    ("elements", "severity"),
+    [
+        ((1.0, -2.0), FINITE),
+        ((1.0, math.inf), INFINITE),
+        ((-math.inf, 1.0), INFINITE),
+        ((math.inf, -math.inf), INFINITE),
+        ((math.inf, math.nan), NAN),
+    ],
+)
+def test_weights_of_each_dtype_are_looked_at(elements: tuple[float, ...], severity: int) -> None:
+    statistics = {"norm.weight", "norm.bias", "norm.running_mean", "norm.running_var"}
+    found = severities_of(Weights(*elements))
+    assert {name: found.pop(name) for name in statistics} == dict.fromkeys(statistics, FINITE)
+    names = [f"as_{name}" for name in DTYPES]
+    assert found == dict.fromkeys(names, severity)
+
+
+def test_large_numbers_are_finite() -> None:
+    module = nn.ParameterList([torch.tensor([1e300, -1e300], dtype=torch.float64), torch.tensor([3e38, -3e38])])
+    assert set(severities_of(module).values()) == {FINITE}
+
+
+def test_what_was_no_better_at_the_start_does_not_count() -> None:
+    module = nn.ParameterDict({name: torch.zeros(2) for name in ("a", "b", "c")})
+    module["b"].data[0] = -math.inf
+    at_start = severities_of(module)
+    module["c"].data[0] = math.inf
+    assert nonfinite_weights(module.state_dict(), module, at_start=at_start) == ["c"]
+    module["b"].data[1] = math.nan
+    assert nonfinite_weights(module.state_dict(), module, at_start=at_start) == ["b", "c"]
+    assert nonfinite_weights({"b": module["b"], "other": module["b"]}, module, at_start=at_start) == ["b"]
+
+
+def test_only_what_is_not_finite_is_removed_until_a_finite_checkpoint_is_there() -> None:
+    checkpoints = FiniteCheckpoints()
+    assert checkpoints.place("run/1.ckpt", [], refuses=False) == "run/1.ckpt"
+    with pytest.warns(UserWarning, match=r"Resume from `run/1\.ckpt`\.$"):
+        assert checkpoints.place("run/2.ckpt", BAD, refuses=False) == "run/nonfinite/2.ckpt"
+    assert checkpoints.path_to_remove("run/1.ckpt") is None
+    assert checkpoints.place("run/3.ckpt", BAD, refuses=False) == "run/nonfinite/3.ckpt"
+    assert checkpoints.path_to_remove("run/2.ckpt") == "run/nonfinite/2.ckpt"
+    assert checkpoints.place("run/4.ckpt", [], refuses=False) == "run/4.ckpt"
+    assert checkpoints.path_to_remove("run/3.ckpt") == "run/nonfinite/3.ckpt"
+    assert checkpoints.path_to_remove("run/1.ckpt") == "run/1.ckpt"
+    with pytest.warns(UserWarning, match=r"Resume from `run/4\.ckpt`\.$"):
+        checkpoints.place("run/5.ckpt", BAD, refuses=False)
+
+
+def test_the_checkpoint_to_resume_from_is_one_that_can_be_resumed_from_and_was_written() -> None:
+    checkpoints = FiniteCheckpoints()
+    with pytest.raises(OSError, match="resume from one of them"):
+        checkpoints.place("1.ckpt", BAD, refuses=True)
+    with pytest.warns(UserWarning, match=r"(?s)written as\s+`nonfinite/1\.ckpt`.* No\s+finite one is known\.$"):
+        checkpoints.place("1.ckpt", BAD, refuses=False)
+    checkpoints.place("whole.ckpt", [], refuses=False)
+    checkpoints.place("weights.ckpt", [], refuses=False, can_resume=False)
+    checkpoints.place("failing.ckpt", [], refuses=False)
+    with pytest.raises(ZeroDivisionError), checkpoints.known_unless_failing("failing.ckpt"):
+        raise ZeroDivisionError
+    with pytest.raises(OSError, match=r"resume from `whole\.ckpt`\.$"):
+        checkpoints.place("2.ckpt", BAD, refuses=True)
+
+
+def test_a_link_leads_to_what_is_there(tmp_path: Path) -> None:
+    good, bad, worse = (tmp_path / f"{name}.ckpt" for name in ("good", "bad", "worse"))
+    checkpoints = FiniteCheckpoints()
+    with pytest.warns(UserWarning, match=r"No\s+finite one is known"):
+        checkpoints.place(bad, BAD, refuses=False)
+    checkpoints.link(bad)
+    assert bad.resolve() == tmp_path / "nonfinite" / "bad.ckpt"
+    good.touch()
+    checkpoints.place(good, [], refuses=False)
+    with pytest.warns(UserWarning, match="Resume from"):
+        checkpoints.place(worse, BAD, refuses=False)
+    checkpoints.link(worse)
+    assert worse.resolve() == good
+    assert checkpoints.path_to_remove(worse) == str(tmp_path / "nonfinite" / "worse.ckpt")
+    assert not worse.is_symlink()
+    # A file that is there stays.
+    checkpoints.place(good, BAD, refuses=False)
+    checkpoints.link(good)
+    assert not good.is_symlink()

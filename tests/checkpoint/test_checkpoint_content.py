@@ -35,8 +35,6 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.checkpoint_io import UnsafeCheckpointError
 from tests.support.cases import for_each
-from tests.support.scripts import models
-from tests.support.scripts.trainers import make_trainer
 
 HARMLESS = {
     "path": pathlib.Path("logs") / "run 1",
@@ -149,24 +147,6 @@ class _Own:
         self.value = value
 
 
-class _Configured(models.Regression):
-    """Has a Hydra configuration for hyperparameters, with what such configurations hold."""
-
-    def __init__(self, config: Any, directory: Path) -> None:
-        super().__init__()
-        self.save_hyperparameters(config)
-
-
-def test_a_checkpoint_that_lightning_writes_for_a_hydra_configuration_is_loaded(tmp_path: Path) -> None:
-    config = OmegaConf.create({"lr": 0.1, "optimizer": {"betas": [0.9, 0.99]}, "name": "${lr} run"})
-    trainer = make_trainer("auto", devices=1, max_steps=1)
-    trainer.fit(_Configured(config, tmp_path), models.loader())
-    trainer.save_checkpoint(tmp_path / "model.ckpt")
-    found = load(tmp_path / "model.ckpt")
-    assert found["hparams_type"] is DictConfig
-    assert found["hyper_parameters"] == config
-
-
 # --- What is not harmless
 
 
@@ -219,7 +199,7 @@ def test_nothing_in_a_checkpoint_is_run(where: str, as_archive: bool, tmp_path: 
             "Nothing in it was run. If you trust the file, pass `weights_only=False` (before Lightning 2.6: set"
             " TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1) or name its types to `torch.serialization.add_safe_globals`."
         )
-        # The user may say so, in two ways.
+        # The user may allow it, in two ways.
         with patch.dict(os.environ, {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}):
             load(path)
         assert traced.exists()

@@ -35,7 +35,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Randomness:
-    """What one rank has seen, step by step, and the lines about it."""
+    """The random values of one rank, step by step, and the lines of the log about them."""
 
     samples: list[Any] = field(default_factory=list)
     augmentations: list[Any] = field(default_factory=list)
@@ -110,7 +110,7 @@ def train(
     weights_only: bool = False,
     **options: Any,
 ) -> Randomness:
-    """Train and tell what was random."""
+    """Train and return what was random."""
     seen = Randomness()
     callbacks = [ModelCheckpoint(directory, filename="{step}", save_top_k=-1, **CHECKPOINTS[save])] if save else []
     with workers_allowed(), said_about("rank_seeds", seen.lines):
@@ -148,7 +148,7 @@ def _weights(module: nn.Module) -> dict[str, Any]:
 
 @functools.cache
 def trained(**options: Any) -> list[Randomness]:
-    """What the ranks have seen; trained once for equal options."""
+    """Return the randomness of all ranks; train once for equal options."""
     ranks: list[Randomness] = run_on_ranks(train, **options)
     return ranks
 
@@ -227,7 +227,7 @@ def test_a_resumed_run_goes_on_with_the_same_random_numbers(
     for rank, expected in zip(resumed, whole, strict=True):
         assert rank.augmentations == expected.augmentations[step:]
         assert rank.dropout_masks == expected.dropout_masks[step:]
-        # Workers take the samples of the first epoch then, also with ddp: Lightning starts them before it says which.
+        # Workers take the samples of the first epoch then, also with ddp: Lightning starts them before `set_epoch`.
         # Within an epoch the samples are others, too: an ordinary data loader begins it anew.
         if num_workers == 0 and save != "within_epoch":
             assert rank.samples == expected.samples[step:]

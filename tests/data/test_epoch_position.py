@@ -32,6 +32,7 @@ from torch.utils.data import (
 from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
+from tests.support.scripts.evaluations import ByParity
 
 NUM_EPOCHS = 2
 MODES = ("max_size_cycle", "max_size", "min_size")
@@ -65,18 +66,6 @@ class SizedStream(Stream):
 
 class Pairs(BatchSampler):
     """One of a user's that makes batches as torch does."""
-
-
-class ByParity(BatchSampler):
-    """Batches of the user's own: first of even numbers, then of odd ones."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        numbers = list(self.sampler)
-        for parity in (0, 1):
-            yield from BatchSampler([n for n in numbers if n % 2 == parity], self.batch_size, False)
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
 
 
 @dataclass(frozen=True)
@@ -162,12 +151,7 @@ class Rank:
         self.batch_size = GlobalBatchSize(global_size, weighs=True, begun=self.position.begun)
         self.batch_size.begin(self.trainer)
         self.position.begin(self.trainer)
-        self.sharding = IterableSharding(
-            rank=rank,
-            world_size=start.num_ranks,
-            warn=pytest.fail,
-            num_batches_trained=self._num_batches_trained,
-        )
+        self.sharding = IterableSharding(rank=rank, world_size=start.num_ranks, warn=pytest.fail)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         self.position.take_from(checkpoint, self.trainer)
@@ -186,12 +170,9 @@ class Rank:
         lengths = [len(loader) if self.job.kind != "stream" else math.inf for loader in self.loaders]
         assume(min(lengths) > 0)  # Lightning trains nothing then
         combined.limits = [min(length, self.job.limit or math.inf) for length in lengths]
-        [loader, *_] = self.loaders
         current = self.epochs.current
         is_within = checkpoint is not None and not current.ready == current.started == current.processed
         self.trainer.fit_loop._restarting = is_within
-        if checkpoint is not None and is_within and hasattr(loader, "load_state_dict"):
-            loader.load_state_dict(checkpoint["loader"])
         fetcher = _PrefetchDataFetcher()
         fetcher.setup(combined)
         self._set_epoch(current.processed)
@@ -269,12 +250,6 @@ class Rank:
         if hook != "on_train_batch_end":
             progress.increment_completed()
 
-    def _num_batches_trained(self) -> int | None:
-        number = self.position.num_batches_trained()
-        number = self.batches.current.processed if number is None else number
-        is_end = self.batches.is_last_batch and number == self.batches.current.ready
-        return None if is_end else number
-
     def save(self) -> dict[str, Any]:
         progress = {"total": {"completed": self.num_steps}, "current": {"completed": self.num_steps}}
         saved: dict[str, Any] = {
@@ -287,8 +262,6 @@ class Rank:
             },
             "bucketddp": {"position": self.position.state()},
         }
-        if hasattr(self.loaders[0], "state_dict"):
-            saved["loader"] = self.loaders[0].state_dict()
         return saved
 
 

@@ -40,7 +40,7 @@ class Stream(IterableDataset[int]):
 
 
 class Unsized:
-    """Batches of a user's whose number nobody tells."""
+    """Batches of the user's own, without a length."""
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
         self.batches = BatchSampler(range(num_samples), batch_size, drop_last=False)
@@ -71,7 +71,7 @@ def passes_of(loader: DataLoader[Any], part: Part, *, number: int = 1) -> tuple[
     """The batches of this rank, of `number` passes, and what deals them out."""
     if isinstance(loader.dataset, IterableDataset):
         place: Any = {"rank": part.rank, "world_size": part.world_size}
-        sharding = IterableSharding(**place, warn=pytest.fail, num_batches_trained=lambda: 0)
+        sharding = IterableSharding(**place, warn=pytest.fail)
         loader = sharding.prepare_loader(loader, is_training=False)
         batches: Any = loader
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,15 +12,15 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 from torchmetrics.regression import SpearmanCorrCoef
 from torchmetrics.retrieval import RetrievalMAP
 
 from lightning_bucketddp import BucketDDPStrategy
-from tests.support.ranks import RankFailed, on_ranks, run_on_ranks
-from tests.support.scripts.evaluations import Numbered, Stream
+from tests.support.ranks import on_ranks, run_on_ranks
+from tests.support.scripts.evaluations import Numbered
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
 
@@ -155,10 +154,8 @@ def run_stage(module: Evaluated, loader: Any, *, stage: str = "test", callbacks:
     trainer = make_trainer(BucketDDPStrategy(**options), callbacks=list(callbacks), **trainer_options)
     if stage == "fit":
         trainer.fit(module, DataLoader(Numbered(8), batch_size=2), loader)
-    elif stage == "predict":
-        return trainer.predict(module, loader)
     else:
-        getattr(trainer, stage)(module, loader, verbose=False)
+        trainer.test(module, loader, verbose=False)
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
@@ -276,83 +273,3 @@ def test_a_rank_without_samples_watches_the_value_of_one_that_has_some() -> None
     logged = run_stage(module, loader, stage="fit", callbacks=[stopping], trainer={"max_epochs": 3})
     assert module.trainer.current_epoch == 3
     assert (logged["own"], logged["shared"]) == ((0.0, 1.0, 0.0)[dist.get_rank()], pytest.approx(0.5))
-
-
-# --- random samplers
-
-
-class Remembers(Evaluated):
-    def evaluate(self, batch: list[Tensor]) -> None:
-        self.told.append((self.current_epoch, batch[0].tolist()))
-
-
-@like_torchrun()
-def draw(seed: int) -> list[tuple[int, list[int]]]:
-    torch.manual_seed(seed + dist.get_rank())
-    module = Remembers()
-    sampler = WeightedRandomSampler([1.0] * 50, num_samples=12, replacement=False)
-    loader = DataLoader(Numbered(50), batch_size=4, sampler=sampler)
-    run_stage(module, loader, stage="fit", trainer={"max_epochs": 3})
-    return module.told
-
-
-def test_random_samplers_draw_anew_in_each_epoch_and_run_and_alike_on_all_ranks() -> None:
-    drawn = set()
-    for seed in (1, 11):
-        ranks = run_on_ranks(draw, seed=seed)
-        for epoch in range(3):
-            batches = [batch for rank in ranks for number, batch in rank if number == epoch]
-            samples = frozenset(itertools.chain.from_iterable(batches))
-            assert len(samples) == 12, "the ranks divide one draw"
-            drawn.add(samples)
-    assert len(drawn) == 6
-
-
-# --- predictions
-
-
-class Predicts(Evaluated):
-    def predict_step(self, batch: list[Tensor], batch_idx: int) -> list[int]:
-        steps = torch.tensor([batch_idx, 1])
-        dist.all_reduce(steps)
-        assert steps.tolist() == [batch_idx * dist.get_world_size(), dist.get_world_size()]
-        return batch[0].tolist()
-
-
-@like_torchrun()
-def predict(cases: list[tuple[str, int, dict[str, Any]]]) -> list[Any]:
-    outcomes = []
-    for kind, number, options in cases:
-        data: Any = Stream(number) if kind == "stream" else Numbered(number)
-        sampler: Any = DistributedSampler(data, shuffle=False) if kind == "divided by the user" else None
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loader = DataLoader(data, batch_size=2, sampler=sampler)
-            predicted = run_stage(Predicts(), loader, stage="predict", **options)
-        outcomes.append((predicted, [str(warning.message) for warning in caught]))
-    return outcomes
-
-
-def test_predictions_come_in_the_order_of_one_process_and_steps_may_have_collectives() -> None:
-    gathers = {"gather_predictions": True}
-    cases: list[tuple[str, int, dict[str, Any]]] = [
-        ("stream", 9, {**gathers, "shard_iterable": True}),
-        ("stream", 3, {**gathers, "shard_iterable": True}),
-        ("plain", 9, gathers),
-        ("plain", 5, {**gathers, "trainer": {"use_distributed_sampler": False}}),
-        ("plain", 7, {}),
-    ]
-    first, second = run_on_ranks(predict, cases=cases)
-    in_order = [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
-    assert [predicted for predicted, _ in first[:3]] == [in_order, [[0, 1], [2]], in_order]
-    # What every rank predicts is returned once, with a word.
-    of_all, caught = first[3]
-    assert of_all == [[0, 1], [2, 3], [4]]
-    assert [text for text in caught if "returns rank zero's own predictions" in text]
-    own = [*itertools.chain.from_iterable(first[4][0]), *itertools.chain.from_iterable(second[4][0])]
-    assert sorted(own) == list(range(7))
-
-
-def test_predictions_in_an_unknown_order_are_refused() -> None:
-    with pytest.raises(RankFailed, match=r"dataloader 0 has a `DistributedSampler` already"):
-        run_on_ranks(predict, cases=[("divided by the user", 5, {"gather_predictions": True})])

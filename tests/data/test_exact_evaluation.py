@@ -25,7 +25,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.strategies.exact_evaluation import gather_predictions
 from tests.support.cases import for_each
 from tests.support.programs import SCRIPTS, run
-from tests.support.ranks import on_ranks, run_on_ranks
+from tests.support.ranks import RankFailed, on_ranks, run_on_ranks
 from tests.support.scripts.evaluations import NUM_CLASSES, ByParity, Numbered, Stream
 from tests.support.scripts.fabrics import make_fabric
 from tests.support.scripts.trainers import like_torchrun, make_trainer
@@ -202,6 +202,9 @@ class Predicting(LightningModule):
         self.layer = nn.Linear(1, 1)
 
     def predict_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> Any:
+        steps = torch.tensor([batch_idx, 1])
+        dist.all_reduce(steps)
+        assert steps.tolist() == [batch_idx * dist.get_world_size(), dist.get_world_size()]
         indices, values, _ = batch
         # A view of much more than it is; what depends on the batch; and what is no tensor.
         rows = values.float()[:, None].expand(-1, 1000)
@@ -216,14 +219,19 @@ class Predicting(LightningModule):
 
 @like_torchrun()
 def predict(cases: list[Case], **options: Any) -> list[dict[str, Any]]:
-    """What `trainer.predict` returns here, and what a writer has seen, for each of `cases`."""
+    """What `trainer.predict` returns here, what a writer has seen, and our warnings, for each of `cases`."""
     outcomes = []
     for case in cases:
         torch.manual_seed(dist.get_rank())
-        writer = Writer()
-        trainer = make_trainer(BucketDDPStrategy(**options), callbacks=[writer], **case.trainer)
-        returned = trainer.predict(Predicting(), case.loaders())
-        outcomes.append({"returned": returned, "by_batch": writer.by_batch, "by_epoch": writer.by_epoch})
+        # Lightning has no writer for streams.
+        writers = [] if case.kind == "stream" else [Writer()]
+        trainer = make_trainer(BucketDDPStrategy(**options), callbacks=list(writers), **case.trainer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            returned = trainer.predict(Predicting(), case.loaders())
+        seen = [{"by_batch": writer.by_batch, "by_epoch": writer.by_epoch} for writer in writers]
+        warned = [str(one.message) for one in caught if "gather_predictions" in str(one.message)]
+        outcomes.append({"returned": returned, "warned": warned, **(seen[0] if seen else {})})
     return outcomes
 
 
@@ -310,7 +318,7 @@ def test_last_batches_that_are_not_full_are_dropped() -> None:
         assert_logged_as_alone(rank[0], alone[0], world_size=2)
 
 
-# What the Trainer is told, how many batches a rank sees in each validation, and how often the data module is asked.
+# Options of the Trainer, how many batches a rank sees in each validation, and how often the data module is asked.
 FITS: list[tuple[dict[str, Any], list[int], int]] = [
     ({"limit_val_batches": 3, "num_sanity_val_steps": 1}, [1, 3], 1),
     ({"limit_val_batches": 0.5}, [2], 1),
@@ -374,6 +382,7 @@ PREDICTED = {
     "fewer batches than ranks": Case((3,)),
     "the user's batches": Case((13,), kind="custom batches", batch_size=3),
     "two loaders": Case((9, 4), batch_size=2),
+    "a stream": Case((9,), kind="stream", batch_size=2),
 }
 
 
@@ -390,13 +399,14 @@ def plain(batch: dict[str, Any]) -> dict[str, Any]:
 def test_predictions_of_all_ranks_are_those_of_one_process(world_size: int) -> None:
     cases = list(PREDICTED.values())
     [expected] = run_on_ranks(predict, world_size=1, cases=cases)
-    ranks = run_on_ranks(predict, world_size=world_size, cases=cases, gather_predictions=True)
+    ranks = run_on_ranks(predict, world_size=world_size, cases=cases, gather_predictions=True, shard_iterable=True)
     for case, alone, *outcomes in zip(cases, expected, *ranks, strict=True):
         returned = batches_in(outcomes[0], case)
         assert [plain(batch) for batch in returned] == [plain(batch) for batch in batches_in(alone, case)]
         # What another rank has made a view of a larger tensor comes alone.
         assert {batch["view"].untyped_storage().nbytes() == batch["view"].nbytes for batch in returned[1:2]} <= {True}
-        for kind in ("by_batch", "by_epoch"):
+        assert outcomes[0]["warned"] == []
+        for kind in ("by_batch", "by_epoch") if case.kind != "stream" else ():
             assert sorted(sample for outcome in outcomes for sample in outcome[kind]) == sorted(alone[kind])
 
 
@@ -404,6 +414,15 @@ def test_a_limit_of_predicted_batches_is_one_of_each_rank() -> None:
     case = Case((40,), trainer={"limit_predict_batches": 2})
     [limited], _ = run_on_ranks(predict, cases=[case], gather_predictions=True)
     assert [name for batch in limited["returned"] for name in batch["names"]] == [f"sample {i}" for i in range(16)]
+
+
+def test_predictions_that_were_not_divided_are_returned_once_or_refused() -> None:
+    read_in_full = Case((5,), batch_size=2, trainer={"use_distributed_sampler": False})
+    [[outcome], _] = run_on_ranks(predict, cases=[read_in_full], gather_predictions=True)
+    assert [index for index, _ in outcome["by_epoch"]] == list(range(5))
+    assert "returns rank zero's own predictions" in " ".join(outcome["warned"][0].split())
+    with pytest.raises(RankFailed, match=r"dataloader 0 has a `DistributedSampler` already"):
+        run_on_ranks(predict, cases=[Case((5,), kind="distributed")], gather_predictions=True)
 
 
 def test_predictions_stay_where_they_are_made_by_default() -> None:

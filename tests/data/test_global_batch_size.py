@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.bindings.trainer_lightning import ScaleLearningRate
 from lightning_bucketddp.data.global_batch_size import Division, StepSampler, divide
 from tests.support.cases import for_each
 from tests.support.ranks import raised_by, run_on_ranks
@@ -165,7 +164,6 @@ def train(
     save_to: Path | None = None,
     resume_from: Path | None = None,
     max_steps: int = -1,
-    base_batch_size: int | None = None,
 ) -> Outcome:
     """Train; save after each step, if that is wanted."""
     division = []
@@ -176,8 +174,6 @@ def train(
     callbacks: list[Callback] = [LambdaCallback(on_train_start=note)]
     if save_to is not None:
         callbacks.append(ModelCheckpoint(save_to, filename="{step}", save_top_k=-1, every_n_train_steps=1))
-    if base_batch_size is not None:
-        callbacks.append(ScaleLearningRate(base_batch_size=base_batch_size, warmup_steps=0))
     trainer = make_trainer(
         BucketDDPStrategy(global_batch_size=setting.size, **setting.options),
         max_epochs=setting.max_epochs,
@@ -305,7 +301,7 @@ WHOLE = Setting(estimates=True)
 
 @pytest.mark.parametrize(("world_size", "batch_size", "accumulated"), [(1, 4, 6), (2, 4, 3), (4, 3, 2)])
 def test_training_equals_one_process_with_the_whole_batch(world_size: int, batch_size: int, accumulated: int) -> None:
-    ranks = run_on_ranks(train, world_size=world_size, setting=WHOLE, base_batch_size=24)
+    ranks = run_on_ranks(train, world_size=world_size, setting=WHOLE)
     assert samples_of_steps(ranks) == as_sets(WHOLE.steps())
     assert_weights(ranks, expected_weights(WHOLE.steps(), num_samples=60))
     for rank in ranks:
@@ -314,9 +310,7 @@ def test_training_equals_one_process_with_the_whole_batch(world_size: int, batch
         assert rank.val_sizes == {2 if world_size == 4 else 4}
     where = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
     of_ours = f"bucketddp: global batch of 24: {batch_size} samples on {where}, accumulated over {accumulated} batches"
-    batch = f"{world_size} x {batch_size} x {accumulated} = 24"
-    told = f"ScaleLearningRate: global batch {batch}, base 24: learning rate x 1"
-    assert [rank.lines for rank in ranks] == [[of_ours, told], *[[]] * (world_size - 1)]
+    assert [rank.lines for rank in ranks] == [[of_ours], *[[]] * (world_size - 1)]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.data
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
@@ -26,6 +26,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import CombinedMessages, StepExchange
 from lightning_bucketddp.data.sharded_iterable import IterableSharding, ShardedIterable
 from lightning_bucketddp.data.uneven_data import UnevenData
+from lightning_bucketddp.strategies.fit_state import LoaderPreparation
 from tests.support.cases import for_each
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer, workers_allowed
@@ -106,7 +107,7 @@ def _make_trainer(stream: Stream, **options: Any) -> Trainer:
 @like_torchrun()
 @workers_allowed()
 def read(*, stream: Stream) -> tuple[dict[str, list[list[int]]], str, list[str]]:
-    """Fit with validation, test and predict: what was seen, the class of the training loader, and our warnings."""
+    """Fit, test and predict; return the batches by stage, the class of the training loader, and our warnings."""
     module, trainer = Reader(), _make_trainer(stream)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -120,7 +121,7 @@ def read(*, stream: Stream) -> tuple[dict[str, list[list[int]]], str, list[str]]
 @like_torchrun()
 @workers_allowed()
 def resume(*, stream: Stream, directory: Path, step: int, after_validation: bool = False) -> Any:
-    """Train, once in one go and once in two; what was seen in one go, before step `step`, and after it."""
+    """Train in one run and in two; return the batches of the one, and those until step `step` and after it."""
     uninterrupted = Reader()
     _make_trainer(stream).fit(uninterrupted, stream.loader())
 
@@ -142,12 +143,11 @@ SIZES = [0, 1, 3, 8, 23, 48]
 BATCH_SIZES = [None, 1, 3, 8]
 
 T = TypeVar("T")
-LONG = pytest.mark.long
 
 
 def deal(loader: Any, *, rank: int = 0, world_size: int = 2, warnings: list[str] | None = None) -> Any:
     said = [] if warnings is None else warnings
-    sharding = IterableSharding(rank=rank, world_size=world_size, warn=said.append, num_batches_trained=lambda: 0)
+    sharding = IterableSharding(rank=rank, world_size=world_size, warn=said.append)
     return sharding.prepare_loader(loader, is_training=True)
 
 
@@ -213,8 +213,12 @@ def test_a_loader_keeps_its_class_and_its_dataset_is_still_reached() -> None:
 
 
 def test_a_loader_that_was_dealt_is_not_dealt_twice() -> None:
-    dealt = deal(deal(DataLoader(Numbers(10), batch_size=None)), rank=1)
-    assert numbers_in(iter(dealt)) == [[1], [3], [5], [7], [9]]
+    loaders: Any = LoaderPreparation()
+    dealt = DataLoader(Numbers(10), batch_size=None)
+    for rank in range(2):
+        dealt = loaders.prepare(dealt, [IterableSharding(rank=rank, world_size=2, warn=pytest.fail)])
+    # As for an evaluation: rank 1 repeats the batches 8 and 9 of rank 0.
+    assert numbers_in(iter(dealt)) == [[1], [3], [5], [7], [8], [9]]
 
 
 def test_workers_from_before_are_not_kept() -> None:
@@ -312,7 +316,7 @@ def test_nothing_is_said_of_a_dataset_that_reads_everything(dataset: Any) -> Non
 
 def test_a_warning_comes_once_however_often_loaders_are_made() -> None:
     said: list[str] = []
-    sharding = IterableSharding(rank=0, world_size=2, warn=said.append, num_batches_trained=lambda: 0)
+    sharding = IterableSharding(rank=0, world_size=2, warn=said.append)
     for _ in range(3):
         sharding.prepare_loader(DataLoader(ByRank(8)), is_training=False)
     assert len(said) == 1
@@ -375,17 +379,13 @@ def test_an_uneven_end_is_explained(is_sized: bool) -> None:
     ("stream", "how"),
     [
         # 24 samples are 6 batches per rank and epoch.
-        (Stream(24, num_workers=2), {"step": 2}),
+        (Stream(24, True, 2, persistent=True, trainer={"max_epochs": 3}), {"step": 2}),
         (Stream(24, is_sized=True), {"step": 8}),
         (Stream(24), {"step": 3, "after_validation": True}),
-        pytest.param(Stream(24, True, 2, persistent=True, trainer={"max_epochs": 3}), {"step": 2}, marks=LONG),
         # at the end of an epoch
         (Stream(24), {"step": 6}),
-        pytest.param(Stream(24, is_sized=True), {"step": 6}, marks=LONG),
-        pytest.param(Stream(24, trainer={"max_steps": 11}), {"step": 6}, marks=LONG),
         (Stream(24, trainer={"limit_train_batches": 4}), {"step": 4}),
         # rank 1 has only 5 batches
-        pytest.param(Stream(21, num_workers=2, options={"uneven_data": True}), {"step": 5}, marks=LONG),
         (Stream(21, is_sized=True, options={"uneven_data": True}), {"step": 3}),
     ],
     ids=str,
@@ -397,34 +397,11 @@ def test_a_run_that_is_resumed_reads_on(stream: Stream, how: dict[str, Any], tmp
         assert after
 
 
-class Failing(Reader):
-    """Fails in its third step."""
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        if self.global_step == 2:
-            raise ArithmeticError
-        return super().training_step(batch)
-
-
-@on_ranks()
-@like_torchrun()
-def test_a_step_that_failed_is_read_again(tmp_path: Path) -> None:
-    stream = Stream(24, trainer={"max_epochs": 1})
-    before, after = Failing(), Reader()
-    trainer = _make_trainer(stream, callbacks=OnExceptionCheckpoint(tmp_path), enable_checkpointing=True)
-    with pytest.raises(ArithmeticError):
-        trainer.fit(before, stream.loader())
-    _make_trainer(stream).fit(after, stream.loader(), ckpt_path=tmp_path / "on_exception.ckpt")
-    assert before.seen["train"] + after.seen["train"] == batches_of(list(range(dist.get_rank(), 24, 2)), 2)
-    assert len(before.seen["train"]) == 2
-
-
 @on_ranks()
 def test_the_end_of_a_stream_that_was_read_on_is_told_in_time() -> None:
-    """What the ranks are told when the last batch is given of a stream that was read on."""
     exchange = StepExchange(Collectives(torch.device("cpu")))
     loader = deal(DataLoader(SizedNumbers(12), batch_size=2), rank=dist.get_rank())
-    loader.load_state_dict({"num_samples": 4})  # a batch of each rank
+    loader.dataset.num_read, loader.num_batches_read = 4, 1  # a batch of each rank
     watched = UnevenData(exchange, extends=False).prepare(loader, is_only_loader=lambda _: True)
     batches = iter(watched)
     for _ in range(len(watched) - 1):
@@ -432,21 +409,3 @@ def test_the_end_of_a_stream_that_was_read_on_is_told_in_time() -> None:
         next(batches)
     told = exchange.receive()
     assert [told.least.kind.name, told.greatest.kind.name] == ["OUT_OF_DATA"] * 2
-
-
-@pytest.mark.parametrize("later", [1, 3])
-def test_another_number_of_ranks_reads_on(later: int) -> None:
-    earlier: list[Any] = [
-        IterableSharding(rank=rank, world_size=2, warn=print, num_batches_trained=lambda: 3).prepare_loader(
-            DataLoader(Numbers(23), batch_size=2), is_training=True
-        )
-        for rank in range(2)
-    ]
-    seen = [number for dealt in earlier for batch in list(dealt)[:3] for number in batch.flatten().int().tolist()]
-    for rank in range(later):
-        dealt = deal(DataLoader(Numbers(23), batch_size=4), rank=rank, world_size=later)
-        dealt.load_state_dict(earlier[1].state_dict())
-        seen += itertools.chain(*numbers_in(iter(dealt)))
-        # The next pass is a whole one.
-        assert numbers_in(iter(dealt))[0][0] == rank
-    assert sorted(seen) == list(range(23))

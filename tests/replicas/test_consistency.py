@@ -73,7 +73,7 @@ def freeze_on_one_rank_in_mid_training(*, is_known: bool, overlap: bool) -> str:
     """Two sets are trained. Then rank 1 trains another one than rank 0, and all ranks have a plan for it or none."""
     torch.manual_seed(3)
     model = mlp().to(device())
-    # A group that may be left with collectives that nobody ends.
+    # A group of its own, because its collectives may never end.
     collectives = Collectives(device(), group=dist.new_group(timeout=timedelta(seconds=30)))
     weighting = Weighting(StepExchange(collectives), by_weight=False)
     config = ReducerConfig(bucket_cap_mb=1e-6, overlap=overlap)
@@ -121,7 +121,7 @@ class Training:
 
 
 def flip_in_a_loop(*, on_divergence: OnDivergence, on_rank: int) -> str:
-    """One bit of the second moment of a weight flips after three steps; what ten steps with a check every other say."""
+    """Flip one bit of a second moment after three of ten steps, with a check every other step; return the error."""
     training = Training(ReplicaChecks(2, on_divergence))
     try:
         for number in range(10):

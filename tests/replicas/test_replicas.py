@@ -129,7 +129,7 @@ def test_what_is_parallel_already_is_found_by_the_name_of_its_class(module_name:
     module = wrapped_by(module_name, class_name)
     assert find_parallel_submodule(module, parameters_of(module)) == ("1", class_name)
     assert find_parallel_submodule(module[1], parameters_of(module)) == (class_name, class_name)
-    # Somebody else looks after its parameters.
+    # Its parameters are not ours.
     module._ddp_params_and_buffers_to_ignore = ["1.0.weight", "1.0.bias"]  # type: ignore[assignment]
     assert find_parallel_submodule(module, parameters_of(module)) is None
     own = wrapped_by("my_project.layers", class_name)

@@ -36,7 +36,7 @@ TOLERANCES: dict[torch.dtype, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Batches:
-    """What a model is trained on: the rows of each rank, and what they look like."""
+    """What a model is trained on: how many rows on each rank, their shape, dtype and layout."""
 
     split: Sequence[int] = (5, 3)
     spatial_size: Sequence[int] = (4, 5)
@@ -191,6 +191,12 @@ def without_bias() -> nn.Module:
     return model
 
 
+def lazy() -> nn.Module:
+    layer = nn.LazyBatchNorm2d().to(device())
+    layer(random_rows())  # after which it is an ordinary one
+    return layer
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "cumulative": lambda: nn.BatchNorm2d(NUM_CHANNELS, momentum=None),
     "fast": lambda: nn.BatchNorm2d(NUM_CHANNELS, momentum=0.7, eps=0.1),
@@ -201,6 +207,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "used twice": TwiceNormalized,
     "does more": lambda: BatchNormRelu(NUM_CHANNELS),
     "by itself": lambda: FunctionalBatchNormRelu(NUM_CHANNELS),
+    "lazy": lazy,
 }
 
 
@@ -210,37 +217,30 @@ def test_trains_like_one_process_with_every_option_and_forward(model: str) -> No
     train(MODELS[model]().double())
 
 
-@for_each(
-    ("dtype", "half_parameters", "autocast", "split"),
-    [
-        (torch.bfloat16, False, False, (5, 3)),
-        (torch.bfloat16, True, True, (8, 0)),
-        (torch.bfloat16, False, True, (5, 3)),
-        (torch.float16, True, False, (5, 3)),
-        (torch.float16, False, False, (8, 0)),
-        (torch.float16, False, True, (5, 3)),
-    ],
-)
+# The class and the dtype of the layer, and what it is trained on.
+PRECISIONS_AND_LAYOUTS: list[tuple[type[nn.Module], torch.dtype, Batches]] = [
+    (nn.BatchNorm2d, torch.float32, Batches(dtype=torch.bfloat16)),
+    (nn.BatchNorm2d, torch.bfloat16, Batches((8, 0), dtype=torch.bfloat16, autocast=True)),
+    (nn.BatchNorm2d, torch.float32, Batches(dtype=torch.bfloat16, autocast=True)),
+    (nn.BatchNorm2d, torch.float16, Batches(dtype=torch.float16)),
+    (nn.BatchNorm2d, torch.float32, Batches((8, 0), dtype=torch.float16)),
+    (nn.BatchNorm2d, torch.float32, Batches(dtype=torch.float16, autocast=True)),
+    *(
+        (layer_class, torch.float32, Batches(spatial_size=size, dtype=dtype, layout="channels_last"))
+        for layer_class, size in KINDS[2:]
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
+    (nn.BatchNorm2d, torch.float64, Batches(layout="strided")),
+    (nn.BatchNorm2d, torch.float32, Batches(dtype=torch.bfloat16, layout="strided")),
+]
+
+
+@for_each(("layer_class", "dtype", "batches"), PRECISIONS_AND_LAYOUTS)
 @on_ranks()
-def test_trains_like_one_process_in_half_precision(
-    dtype: torch.dtype, half_parameters: bool, autocast: bool, split: tuple[int, int]
+def test_trains_like_one_process_in_every_precision_and_layout(
+    layer_class: Callable[..., nn.Module], dtype: torch.dtype, batches: Batches
 ) -> None:
-    model = nn.BatchNorm2d(NUM_CHANNELS, dtype=dtype if half_parameters else torch.float32)
-    train(model, Batches(split=split, dtype=dtype, autocast=autocast))
-
-
-@for_each("dtype", [torch.float32, torch.bfloat16])
-@for_each(("layer_class", "spatial_size"), KINDS[2:])
-@on_ranks()
-def test_keeps_channels_last(layer_class: type[nn.Module], spatial_size: tuple[int, ...], dtype: torch.dtype) -> None:
-    train(layer_class(NUM_CHANNELS), Batches(spatial_size=spatial_size, dtype=dtype, layout="channels_last"))
-
-
-@for_each("dtype", [torch.float64, torch.bfloat16])
-@on_ranks()
-def test_takes_inputs_and_gradients_of_any_strides(dtype: torch.dtype) -> None:
-    model = nn.BatchNorm2d(NUM_CHANNELS, dtype=torch.promote_types(dtype, torch.float32))
-    train(model, Batches(dtype=dtype, layout="strided"))
+    train(layer_class(NUM_CHANNELS, dtype=dtype), batches)
 
 
 @on_ranks()
@@ -454,13 +454,6 @@ def test_lazy_layers_are_refused_before_anything_is_converted() -> None:
     )
     names = ["Sequential", "BatchNorm2d", "ModuleDict", "LazyBatchNorm2d", "LazyBatchNorm1d"]
     assert [type(module).__name__ for module in model.modules()] == names
-
-
-@on_ranks()
-def test_lazy_layer_that_has_seen_a_batch_is_converted() -> None:
-    layer = nn.LazyBatchNorm2d().to(device(), torch.float64)
-    layer(random_rows().double())
-    train(layer)
 
 
 def train_after_the_group_is_gone() -> None:

@@ -31,8 +31,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.strategies.auto_resume import AutoResume, plain
-from tests.data.test_epoch_position import ByParity, Numbers, SizedStream
+from tests.data.test_epoch_position import Numbers, SizedStream
 from tests.support.ranks import on_ranks, run_on_ranks
+from tests.support.scripts.evaluations import ByParity
 from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer, workers_allowed
 
 

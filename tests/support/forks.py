@@ -26,8 +26,3 @@ def child(job: Callable[..., None], **kwargs: Any) -> Iterator[tuple[Any, Connec
         process.kill()
         process.join()
         ours.close()
-
-
-def report_of(job: Callable[..., None], **kwargs: Any) -> Any:
-    with child(job, **kwargs) as (_, pipe):
-        return pipe.recv()

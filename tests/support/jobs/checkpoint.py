@@ -1,9 +1,8 @@
-"""Jobs about checkpoint files. Some run on every rank, some in a process of their own that is limited or killed."""
+"""Checkpoint files with a number, and jobs that save them in a process of their own."""
 
 from __future__ import annotations
 
 import os
-import resource
 import tempfile
 from functools import partial
 from multiprocessing.connection import Connection
@@ -72,21 +71,3 @@ def load_until(pipe: Connection, path: str, stop: Event) -> None:
         pipe.send(repr(error))
     else:
         pipe.send("never failed")
-
-
-def save_with_file_size_limit(pipe: Connection, path: str, limit_bytes: int) -> None:
-    """Save on a "disk" that takes `limit_bytes`; report the text and errno of what is raised."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-    try:
-        save_numbered(2, path)
-    except OSError as error:
-        pipe.send((str(error), error.errno))
-    else:
-        pipe.send(("saved", None))
-
-
-def save_with_umask(pipe: Connection, path: str, umask: int) -> None:
-    """Report the mode of a file saved under `umask`."""
-    os.umask(umask)
-    save_numbered(1, path)
-    pipe.send(os.stat(path).st_mode & 0o777)
