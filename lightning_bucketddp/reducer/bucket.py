@@ -56,7 +56,7 @@ class BufferLayout:
     numel: int
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], shares: Sharding | None = None, *, alignment: int = 1) -> BufferLayout:
+    def of(cls, params: Sequence[Tensor], sharding: Sharding | None = None, *, alignment: int = 1) -> BufferLayout:
         """Put `params`, all of one dtype, one behind the other, each at a multiple of `alignment` elements."""
         align = max(_ALIGN_BYTES // params[0].dtype.itemsize, alignment) if params else alignment
         offsets: list[int] = []
@@ -64,7 +64,7 @@ class BufferLayout:
         for param in params:
             offsets.append(numel)
             numel += -(-param.numel() // align) * align
-        return cls(offsets, numel if shares is None else shares.padded(numel, align=align))
+        return cls(offsets, numel if sharding is None else sharding.padded(numel, align=align))
 
 
 class BufferedBucket:
@@ -81,7 +81,7 @@ class BufferedBucket:
         layout: where each gradient lies; None: one behind the other.
     """
 
-    shares: Sharding | None = None
+    sharding: Sharding | None = None
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class BufferedBucket:
         self.buffer = torch.view_as_complex(gradients.view(-1, 2)) if dtype.is_complex else gradients
         self._offsets = layout.offsets
         self._gives_back = gives_back and self.wire.nbytes >= _GIVE_BACK_FROM_BYTES
-        self._shares_storage = may_be_resized or self._gives_back
+        self._has_whole_storage = may_be_resized or self._gives_back
         self._storage = self.wire.untyped_storage()
         self.num_bytes = self.wire.nbytes
         self._has_padding = sum(param.numel() for param in params) < layout.numel
@@ -183,7 +183,7 @@ class BufferedBucket:
         strides = gradient_strides(param)
         # No view of autograd's, which cannot be detached in place.
         view = buffer.detach()
-        if self._shares_storage:
+        if self._has_whole_storage:
             view.data = buffer.as_strided(param.shape, strides, offset)
         else:
             start = offset * buffer.itemsize
@@ -243,7 +243,7 @@ def gradient_strides(param: Tensor) -> tuple[int, ...]:
 class InPlaceBucket:
     """The large gradient of one parameter, reduced where autograd has put it: not copied, and in memory only once."""
 
-    shares: Sharding | None = None
+    sharding: Sharding | None = None
 
     def __init__(self, param: Tensor, *, arrivals: Arrivals) -> None:
         self.params = [param]
@@ -350,6 +350,6 @@ def _empty_sparse(param: Tensor) -> Tensor:
 # What all of them have: `params`, `arrivals`, `num_bytes` (of the gradients, in their own dtype), `numbers` (all
 # gradients in one tensor, as real numbers), `gradients` (by member), and the methods that `BufferedBucket` documents.
 Bucket = BufferedBucket | InPlaceBucket | SparseBucket
-# These have a `wire`, too, which travels (the `numbers`, and flags behind them), and `shares`: how they are divided
+# These have a `wire`, too, which travels (the `numbers`, and flags behind them), and `sharding`: how they are divided
 # among the ranks; None: all of them keep all of it.
 DenseBucket = BufferedBucket | InPlaceBucket

@@ -255,7 +255,7 @@ class PlanTuner(BackwardObserver):
     def _settle(self) -> None:
         self.close()
         if self._collectives.rank == 0:
-            self.plans.say(f"bucketddp: {self.decision}.")
+            self.plans.report(f"bucketddp: {self.decision}.")
 
 
 # A plan not used for so many backwards belongs to a phase of training that is over. Alternating optimizers come back
@@ -278,7 +278,7 @@ class PlanCache:
     reduction: Reduction
     stats: ReducerStats
     clock: Clock
-    say: Callable[[str], None]
+    report: Callable[[str], None]
     maker: BucketMaker | None
     description: str = "no plan yet"
     # What was measured last for `bucket_cap_mb="auto"`, and what was decided then, in words; on rank 0 only.

@@ -175,8 +175,8 @@ class QuantizedMeanReduction(Reduction):
             return PendingReduction(flags.nbytes, None, pending_flags)
         exchange = self._exchanges.get(bucket)
         if exchange is None:
-            if bucket.shares is not None:
-                exchange = _ForShards(self.collectives, numbers.numel(), bucket.shares)
+            if bucket.sharding is not None:
+                exchange = _ForShards(self.collectives, numbers.numel(), bucket.sharding)
             else:
                 kind = _ForAll if self.collectives.world_size > 2 else _ForTwo
                 exchange = kind(self.collectives, numbers.numel())

@@ -55,7 +55,7 @@ class Reducer:
         maker: plans and makes buckets in our place; None: there is none.
         finiteness: looks for what is not finite; None: as `config` says.
         clock: what time is measured by for `bucket_cap_mb="auto"`; None: that of the parameters' device.
-        say: tells the user on rank 0, in one line, what was decided.
+        report: logs a decision in one line, on rank 0.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Reducer:
         maker: BucketMaker | None = None,
         finiteness: Finiteness | None = None,
         clock: Clock | None = None,
-        say: Callable[[str], None] = log.info,
+        report: Callable[[str], None] = log.info,
     ) -> None:
         replicas.check_trainable()
         self.stats = ReducerStats()
@@ -77,7 +77,7 @@ class Reducer:
         self.replicas = replicas
         self.weighting = weighting
         self.maker = maker
-        self._say = say
+        self._report = report
         self._collectives = replicas.collectives
         self.params = list(replicas.parameters.values())
         self.uses_hook = config.comm_hook is not None
@@ -89,7 +89,7 @@ class Reducer:
         self._num_foreign = 0  # when the backward began
         self._device = self._collectives.device
         clock = clock or clock_of(self._device)
-        self.plans = PlanCache(replicas, config, reduction, self.stats, clock, say, maker)
+        self.plans = PlanCache(replicas, config, reduction, self.stats, clock, report, maker)
         # What plans know of each parameter; a plan's members are indices into this.
         self.specs = self.plans.specs
         self._new_queue = partial(
@@ -327,7 +327,7 @@ class Reducer:
             self._backward.queue.check_order()
         self._holds = True
         if self._collectives.rank == 0:
-            self._say(
+            self._report(
                 "bucketddp: the program communicates inside backward, so gradients are exchanged when it has ended."
             )
 

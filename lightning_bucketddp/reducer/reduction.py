@@ -85,12 +85,12 @@ class MeanReduction(Reduction):
                 self._cast_wires[bucket] = torch.empty_like(own, dtype=self.dtype)
             wire = self._cast_wires[bucket].copy_(own)
             finish = partial(own.copy_, wire)
-        if bucket.shares is None:
+        if bucket.sharding is None:
             return PendingReduction(wire.nbytes, self.collectives.start_mean(wire), finish=finish)
         num_numbers = bucket.numbers.numel()
         # Every rank needs all flags.
         flags = self.collectives.start_mean(wire[num_numbers:]) if len(wire) > num_numbers else None
-        transfer = self.collectives.start_mean_of_shard(wire[:num_numbers], owner=bucket.shares.owner)
+        transfer = self.collectives.start_mean_of_shard(wire[:num_numbers], owner=bucket.sharding.owner)
         saved = num_numbers * wire.itemsize // 2 if self.collectives.scatters else 0
         return PendingReduction(wire.nbytes - saved, transfer, flags, finish)
 

@@ -197,7 +197,7 @@ def _reducer(model: nn.Module, *, clock: VirtualNetwork | None, messages: list[s
     replicas = Replicas(model, Collectives(device()))
     replicas.agree()
     replicas.broadcast()
-    return Reducer(replicas, ReducerConfig(**options), clock=clock, say=messages.append)
+    return Reducer(replicas, ReducerConfig(**options), clock=clock, report=messages.append)
 
 
 def _step(reducer: Reducer, model: nn.Module, layers: nn.Module, step: int) -> None:

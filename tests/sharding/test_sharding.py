@@ -143,10 +143,10 @@ def test_every_model_takes_the_same_steps_by_whole_parameters(case: str) -> None
 
 def assert_whole(ranks: list[Outcome]) -> None:
     """Assert that each parameter is of one rank."""
-    for name in ranks[0].pieces:
+    for name in ranks[0].ranges:
         numel = ranks[0].weights[name].numel()
-        assert sorted(rank.pieces[name] for rank in ranks)[-1] == (0, numel)
-        assert sum(stop - start for rank in ranks for start, stop in [rank.pieces[name]]) == numel
+        assert sorted(rank.ranges[name] for rank in ranks)[-1] == (0, numel)
+        assert sum(stop - start for rank in ranks for start, stop in [rank.ranges[name]]) == numel
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_gets_whole_ones(optimizer: str
 @for_each("shard", [True, "parameters"])
 def test_a_sparse_gradient_stays_on_every_rank(shard: bool | str) -> None:
     for _, sharded in run_on_ranks(compare, case=NOT_DENSE, optimizer="sgd", shard=shard):
-        assert sorted(sharded.pieces) == ["head.bias", "head.weight"]
+        assert sorted(sharded.ranges) == ["head.bias", "head.weight"]
 
 
 @for_each(
