@@ -1,6 +1,6 @@
-"""How the gradients of a bucket become those that every rank shall have: of all of it, or of its share.
+"""Reductions: how a bucket gets the mean over the ranks, of all of it or of this rank's shard.
 
-A new way to reduce (fewer bits, a part for each rank) is a subclass of `Reduction`, in a file of its own.
+A new way to reduce is a subclass of `Reduction`, in a file of its own.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class PendingReduction:
     """A reduction in flight."""
 
     bytes_sent: int  # to the network, or given to a communication hook; of a reduce-scatter the half (Note: halves)
-    transfer: Pending | None  # ends when the network has done its part; None: that is not known before `wait` returns
+    transfer: Pending | None  # the collective; None: it runs in `wait`
     flags: Pending | None = None  # where they travel on their own
-    finish: Callable[[], object] | None = None  # what is left to do then
-    has_ended: bool = False  # when it was started
+    finish: Callable[[], object] | None = None  # called after the collective
+    has_ended: bool = False  # it has ended before it was returned
 
     def wait(self) -> None:
         """Make the result usable: block the host on CPU, the current stream on GPU."""
@@ -47,7 +47,7 @@ class Reduction:
     def start(self, bucket: Bucket, *, index: int, is_last: bool) -> PendingReduction:
         """Start to reduce a bucket."""
         if isinstance(bucket, SparseBucket):
-            # Everything happens in `wait`, because the sizes have to be known first; all ranks wait in bucket order.
+            # In `wait`, because the sizes have to be known first; all ranks wait in bucket order.
             return PendingReduction(bucket.num_bytes, None, finish=partial(_average_rows, bucket, self.collectives))
         return self.start_dense(bucket, index=index, is_last=is_last)
 
@@ -56,7 +56,7 @@ class Reduction:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Start nothing more."""
+        """Stop threads, if there are any."""
 
 
 def _average_rows(bucket: SparseBucket, collectives: Collectives) -> None:
@@ -97,7 +97,7 @@ class MeanReduction(Reduction):
 
 @dataclass(eq=False)
 class CommHookReduction(Reduction):
-    """Whatever a communication hook makes of a bucket. Sparse gradients are averaged, as without a hook."""
+    """Reduces buckets by a communication hook. Sparse gradients are averaged, as without a hook."""
 
     hook: Callable[..., Any]
     state: object
@@ -112,8 +112,8 @@ class CommHookReduction(Reduction):
         is_on_host = self.collectives.device.type == "cpu"
         if is_on_host:
             # gloo runs a hook's callbacks in its few threads, where PowerSGD's start collectives and wait for them:
-            # with two buckets on the way their order is not the same on all ranks, and no thread may be left for them.
-            # NCCL's callbacks have run by now, in this thread.
+            # with two buckets in flight their order differs between ranks, and no thread may be left for them. NCCL's
+            # callbacks have run by now, in this thread.
             future.wait()
 
         def take_result() -> None:
@@ -129,7 +129,7 @@ class CommHookReduction(Reduction):
 
 
 class GradBucket:
-    """A bucket as `torch.distributed.GradBucket` shows it to a communication hook."""
+    """A bucket with the interface of `torch.distributed.GradBucket`, for a communication hook."""
 
     def __init__(self, bucket: BufferedBucket, *, index: int, is_last: bool) -> None:
         self._bucket = bucket
@@ -144,7 +144,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        # Not copied into the bucket: a wrapper that rounds to half precision wants that to travel.
+        # Not copied into the bucket: the half precision of a wrapper is to travel.
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.planning.plan import Sharding
-from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferLayout, InPlaceBucket
+from lightning_bucketddp.reducer.bucket import BufferedBucket, BufferLayout, InPlaceBucket
 from lightning_bucketddp.reducer.observer import BackwardObserver
 from lightning_bucketddp.sharding.gradient import GlobalNorms, ShardedGradient, ShardingState, is_divided, refuse
 
@@ -209,11 +209,11 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
 class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
     """The large gradient of one parameter, whose weights are exchanged in the memory of the parameter."""
 
-    def __init__(self, layout: ShardedLayout, norms: GlobalNorms, arrivals: Arrivals) -> None:
+    def __init__(self, layout: ShardedLayout, norms: GlobalNorms) -> None:
         self.layout, self.members = layout, layout.members
         self.sharding = layout.sharding
         self.state = ShardingState(norms)
-        super().__init__(layout.members[0].param, arrivals=arrivals)
+        super().__init__(layout.members[0].param)
 
     @property
     def gradients(self) -> list[Tensor]:

@@ -88,7 +88,8 @@ def _explain_refusal(optimizer: Optimizer) -> str | None:
 def _is_one_of(names: Sequence[str], optimizer: Optimizer) -> bool:
     """Return whether `optimizer` is one of torch's, or of a subclass that changes no method and adds none."""
     kinds = type(optimizer).__mro__
-    known = next((kind for kind in kinds if kind in [getattr(torch.optim, name, None) for name in names]), None)
+    of_torch = [getattr(torch.optim, name, None) for name in names]
+    known: Any = next((kind for kind in kinds if kind in of_torch), None)
     if known is None:
         return False
     methods = {

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.config import MIB, BucketCaps
+from lightning_bucketddp.config import MIB, BucketCaps, ReducerConfig
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, Sharding, balance, merge_plans, plan_buckets
-from lightning_bucketddp.reducer.bucket import Arrivals, BufferLayout, gradient_strides
+from lightning_bucketddp.reducer.bucket import BufferLayout, gradient_strides
 from lightning_bucketddp.reducer.observer import BackwardObserver
 from lightning_bucketddp.sharding.bucket import (
     ShardedBufferedBucket,
@@ -139,17 +139,15 @@ class Shards:
         self._collectives.sum(torch.view_as_real(full) if full.is_complex() else full)
         return full
 
-    def make_bucket(
-        self, params: Sequence[Any], arrivals: Arrivals, **options: Any
-    ) -> ShardedBufferedBucket | ShardedInPlaceBucket:
+    def make_bucket(self, params: Sequence[Any], **options: Any) -> ShardedBufferedBucket | ShardedInPlaceBucket:
         """Make the bucket of these parameters, which have one layout; `options` are for one with a buffer."""
         layout, known = self._layout_of[params[0]], self._optimizer_of[params[0]]
         bucket: ShardedBufferedBucket | ShardedInPlaceBucket
         if layout.alone:
-            bucket = ShardedInPlaceBucket(layout, self._norms, arrivals)
+            bucket = ShardedInPlaceBucket(layout, self._norms)
         else:
             members = [known.members[param] for param in params]
-            bucket = ShardedBufferedBucket(layout, members, self._norms, arrivals=arrivals, **options)
+            bucket = ShardedBufferedBucket(layout, members, self._norms, **options)
         layout.bucket = bucket
         return bucket
 
@@ -160,13 +158,9 @@ class Shards:
         *,
         arrived: Sequence[int],
         missing: Sequence[int],
-        caps: BucketCaps,
-        alignment: int,
+        config: ReducerConfig,
     ) -> list[BucketSpec]:
-        """Plan as `plan_buckets` does; buckets that are divided already stay together (Note: layouts stay).
-
-        In a buffer gradients begin at a multiple of `alignment` elements.
-        """
+        """Plan as `plan_buckets` does; buckets that are divided already stay together (Note: layouts stay)."""
         self._find_optimizers()
         # By index: the optimizer of a parameter that is divided, or will be. The others are stepped by all ranks.
         sharded = {
@@ -182,10 +176,10 @@ class Shards:
         owned = {i for i, optimizer in sharded.items() if not optimizer.is_elementwise}
         num_buckets = _BUCKETS_PER_OWNER * self._collectives.world_size
         even = max(sum(specs[i].num_bytes for i in owned) // num_buckets, _SMALLEST_OWNED_BYTES)
-        caps_of_owned = BucketCaps(tuple(min(cap, even) for cap in caps.by_position), last=caps.last)
+        caps_of_owned = BucketCaps(tuple(min(cap, even) for cap in config.caps.by_position), last=config.caps.last)
         new: list[BucketSpec] = []
         unplanned = {i for i, param in enumerate(params) if param not in self._layout_of}
-        for these, caps_of_these in ((unplanned - owned, caps), (unplanned & owned, caps_of_owned)):
+        for these, caps_of_these in ((unplanned - owned, config.caps), (unplanned & owned, caps_of_owned)):
             plan = plan_buckets(
                 marked,
                 arrived=[i for i in arrived if i in these],
@@ -197,7 +191,7 @@ class Shards:
         new = self._divide(new, specs, sharded)
         for bucket in new:
             if bucket.sharded is not None:
-                self._settle(bucket, bucket.sharded, specs, params, alignment=alignment)
+                self._settle(bucket, bucket.sharded, specs, params, alignment=config.alignment)
         return merge_plans(known, new, specs, arrived=arrived)
 
     def _find_optimizers(self) -> None:
