@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -106,7 +107,6 @@ class Training:
     leaves_out: bool = False  # a layer, on one rank in each step
     freezes_at: int | None = None  # the second layer
     slower_at: int | None = None  # a network that is ten times as slow from then on
-    tolerance: float = 0.0
 
 
 @dataclass
@@ -130,12 +130,12 @@ def train_beside_torch_ddp(training: Training) -> Tuned:
     outcome = Tuned()
     reducer = _reducer(ours, clock=network, messages=outcome.messages)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, bare)]
-    theirs = _ddp(bare, training)
+    theirs = DistributedDataParallel(bare, find_unused_parameters=training.leaves_out)
     for step in range(training.steps):
         if step == training.freezes_at:
             for model in (ours, bare):
                 model.layers[1].requires_grad_(False)
-            theirs = _ddp(bare, training)
+            theirs = DistributedDataParallel(bare, find_unused_parameters=training.leaves_out)
         if step == training.slower_at:
             network.latency_s *= 10
         for optimizer in optimizers:
@@ -144,15 +144,11 @@ def train_beside_torch_ddp(training: Training) -> Tuned:
             _backwards(ours, training, step, blocked=reducer.no_sync, marked=reducer.backward)
         outcome.plans.append(_plan(reducer))
         _backwards(theirs, training, step, blocked=theirs.no_sync, marked=nullcontext)
-        assert_equal(ours, bare, training.tolerance, step)
+        assert_equal(ours, bare, 0.0, step)
         for optimizer in optimizers:
             optimizer.step()
         assert_equal_on_all_ranks(ours)
     return _ended(outcome, reducer)
-
-
-def _ddp(model: nn.Module, training: Training) -> DistributedDataParallel:
-    return DistributedDataParallel(model, find_unused_parameters=training.leaves_out)
 
 
 def _backwards(model: nn.Module, training: Training, step: int, *, blocked: Any, marked: Any) -> None:
@@ -299,12 +295,6 @@ def test_training_across_changes_equals_torch_ddp_and_the_better_plan_stays(trai
         assert ranks[0].description == "12 parameter tensors in 1 bucket (2.07 MiB), computed"
 
 
-def test_three_ranks_have_the_same_plan_at_each_step() -> None:
-    ranks = run_on_ranks(train_beside_torch_ddp, world_size=3, training=Training(tolerance=1e-5))
-    assert ranks[0].plans == ranks[1].plans == ranks[2].plans
-    assert num_buckets(ranks[0]) == [3] * CHANGED_AT + [1] * (20 - CHANGED_AT)
-
-
 @pytest.mark.parametrize("freezes_at", [CHANGED_AT - 2, CHANGED_AT, SETTLED_AT + 1])
 def test_a_layer_that_is_frozen_meanwhile_begins_anew(freezes_at: int) -> None:
     steps = freezes_at + CHANGED_AT + 2
@@ -344,14 +334,9 @@ def test_old_buffers_are_gone_before_there_are_new_ones() -> None:
         ever.extend(weakref.ref(bucket.wire) for bucket in bucket_set.buckets if isinstance(bucket, BufferedBucket))
         return bucket_set
 
-    names: Any = plan_cache
-    names.BucketSet = placement_is_made
-    try:
-        with network.passes_time():
-            for step in range(20):
-                _step(reducer, model, model, step)
-    finally:
-        names.BucketSet = BucketSet
+    with patch.object(plan_cache, "BucketSet", placement_is_made), network.passes_time():
+        for step in range(20):
+            _step(reducer, model, model, step)
     reducer.close()
     assert alive == [0, 0]
 
@@ -394,7 +379,7 @@ def test_the_profile_has_the_costs_that_the_plan_was_computed_for() -> None:
     profile = Profile.from_json(rank.profile)
     assert profile.cost is not None
     assert profile.cost.seconds(10**6) == pytest.approx(3 * 5e-3, rel=0.1)
-    names = [f"layers.{i}.{kind}" for i in range(6) for kind in ("weight", "bias")]
+    names = [name for name, _ in Layers().named_parameters()]
     tried = [{names[i] for i in bucket} for bucket in rank.plans[CHANGED_AT]]
     best = optimal_plan(profile)
     assert [{profile.specs[i].name for i in bucket.members} for bucket in best] == tried != [set(names)]
@@ -424,19 +409,16 @@ def test_plans_that_must_not_depend_on_time_do_not_and_a_deterministic_one_is_th
 def test_a_rank_alone_has_nothing_to_tune() -> None:
     """Each rank in a world of its own."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    torch.manual_seed(3)
     model = Layers().to(device())
     collectives = Collectives(device(), group=groups[dist.get_rank()])
     # With the default a rank that is alone would have no plan at all.
     config = ReducerConfig(on_nonfinite="raise")
     reducer = Reducer(Replicas(model, collectives), config, clock=VirtualNetwork())
-    outcome = Tuned()
     for step in range(20):
         _step(reducer, model, model, step)
-        outcome.plans.append(_plan(reducer))
-    rank = _ended(outcome, reducer)
-    assert num_buckets(rank) == [3] * 20
-    assert (rank.num_plans, rank.profile) == (1, None)
+        assert len(_plan(reducer)) == 3
+    assert (reducer.stats.num_plans, reducer.profile) == (1, None)
+    reducer.close()
 
 
 # --- With the clock of the machine
@@ -452,9 +434,7 @@ def test_real_measurements_settle_in_time(world_size: int, reduce_dtype: str | N
     assert len(ranks[0].messages) == 1
     assert [rank.profile is None for rank in ranks] == [False] + [True] * (world_size - 1)
     profile = Profile.from_json(ranks[0].profile)
-    assert sorted(spec.name for spec in profile.specs) == sorted(
-        f"layers.{i}.{kind}" for i in range(6) for kind in ("weight", "bias")
-    )
+    assert {spec.name for spec in profile.specs} == {name for name, _ in Layers().named_parameters()}
     assert list(profile.ready_s) == sorted(profile.ready_s)
     assert 0 < profile.ready_s[0] < profile.ready_s[-1] <= profile.backward_s < 60
     assert (profile.num_ranks, profile.reduce_dtype) == (world_size, reduce_dtype)

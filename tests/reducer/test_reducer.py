@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_bucketddp.reducer.bucket import LateGradientError
@@ -21,26 +20,19 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
-from tests.support.jobs.models import WIDTH, Branches, Checkpointed, batch, mlp
-from tests.support.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer
+from tests.support.jobs.models import WIDTH, Branches, Checkpointed, batch, mlp, partly_frozen
+from tests.support.jobs.parity import assert_mean, build_reducer
 from tests.support.ranks import device, on_ranks, run_on_ranks
 
 
-def _model_and_copy() -> tuple[Any, Any]:
+def _model() -> Any:
     torch.manual_seed(3)
-    model = mlp().to(device())
-    return model, copy.deepcopy(model)
+    return mlp().to(device())
 
 
 def _backward(reducer: Reducer, loss: Tensor) -> None:
     with reducer.backward():
         loss.backward()
-
-
-def _assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
-    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (param.grad is None) == (other.grad is None), name
-        assert param.grad is None or torch.equal(param.grad, other.grad), name  # type: ignore[arg-type]
 
 
 class _Counted(TorchDispatchMode):
@@ -78,79 +70,64 @@ def operations_added(num_layers: int, num_buckets: int) -> dict[str, int]:
 @on_ranks()
 def test_no_sync_around_backward_alone_is_enough() -> None:
     """torch DDP reads the flag in forward and synchronises here."""
-    model, reference = _model_and_copy()
+    model = _model()
     reducer = build_reducer(model)
-    x = batch(dist.get_rank(), 0)
-    loss = model(x).square().mean()
-    with all_reduced() as reduced, reducer.no_sync(), reducer.backward():
-        loss.backward()
-    reference(x).square().mean().backward()
-    _assert_same_gradients(model, reference)
+    loss = model(batch(dist.get_rank(), 0)).square().mean()
+    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    with all_reduced() as reduced, reducer.no_sync():
+        _backward(reducer, loss)
+    assert all(torch.equal(param.grad, other) for param, other in zip(model.parameters(), expected, strict=True))
     assert not reduced
 
 
-@on_ranks()
-def test_calling_a_submodule_synchronises() -> None:
-    """torch DDP arms itself in the wrapper's forward and silently does nothing here."""
-    model, reference = _model_and_copy()
-    reducer = build_reducer(model)
-    x = batch(dist.get_rank(), 0)
-    _backward(reducer, model[0](x).square().mean())
-    reference[0](x).square().mean().backward()
-    average_by_hand(reference)
-    _assert_same_gradients(model, reference)
+def calls_a_submodule(model: Any, backward: Any, no_sync: Any) -> None:
+    """torch DDP arms itself in the wrapper's forward and does nothing here."""
+    with backward():
+        model[0](batch(dist.get_rank(), 0)).square().mean().backward()
 
 
-@on_ranks()
-def test_second_backward_on_one_forward_synchronises() -> None:
-    """torch DDP leaves the second one unsynchronised."""
-    model, reference = _model_and_copy()
-    reducer = build_reducer(model)
-    x = batch(dist.get_rank(), 0)
-    loss = model(x).square().mean()
-    with reducer.backward():
-        loss.backward(retain_graph=True)
-    _backward(reducer, loss)
-    (2 * reference(x).square().mean()).backward()
-    average_by_hand(reference)
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, other.grad, rtol=1e-6, atol=1e-8)
-    assert_equal_on_all_ranks(model)
+def differentiates_twice(model: Any, backward: Any, no_sync: Any) -> None:
+    """torch DDP leaves the second backward unsynchronised."""
+    loss = model(batch(dist.get_rank(), 0)).square().mean()
+    for retain_graph in (True, False):
+        with backward():
+            loss.backward(retain_graph=retain_graph)
 
 
-@on_ranks()
-def test_parameter_used_only_in_an_earlier_micro_batch_is_reduced() -> None:
+def uses_a_branch_in_an_earlier_micro_batch_only(model: Any, backward: Any, no_sync: Any) -> None:
     """torch DDP never synchronises it."""
-    torch.manual_seed(3)
-    model = Branches().to(device())
-    reference = copy.deepcopy(model)
-    reducer = build_reducer(model)
-    for step in range(3):
-        x = batch(dist.get_rank(), step)
-        model.zero_grad()
-        with reducer.no_sync(), reducer.backward():
-            model(x, left=True, right=False).backward()
-        _backward(reducer, model(x, left=False, right=True))
-        reference.zero_grad()
-        reference(x, left=True, right=False).backward()
-        reference(x, left=False, right=True).backward()
-        average_by_hand(reference)
-        _assert_same_gradients(model, reference)
+    x = batch(dist.get_rank(), 0)
+    with no_sync(), backward():
+        model(x, left=True, right=False).backward()
+    with backward():
+        model(x, left=False, right=True).backward()
 
 
+def unfreezes_what_was_frozen_at_setup(model: Any, backward: Any, no_sync: Any) -> None:
+    """torch DDP has no hooks on it."""
+    model.requires_grad_(False)
+    model[0].requires_grad_(True)
+    with backward():
+        model(batch(dist.get_rank(), 0)).square().mean().backward()
+
+
+@for_each(
+    ("make", "run", "tolerance"),
+    [
+        (mlp, calls_a_submodule, 0.0),
+        (mlp, differentiates_twice, 1e-6),
+        (Branches, uses_a_branch_in_an_earlier_micro_batch_only, 0.0),
+        (partly_frozen, unfreezes_what_was_frozen_at_setup, 0.0),
+    ],
+)
 @on_ranks()
-def test_parameter_that_was_frozen_at_setup_synchronises_alone() -> None:
-    model, reference = _model_and_copy()
-    for module in (model, reference):
-        module[0].requires_grad_(False)
+def test_backwards_that_torch_ddp_does_not_synchronise_are(make: Any, run: Any, tolerance: float) -> None:
+    torch.manual_seed(3)
+    model = make().to(device())
     reducer = build_reducer(model)
-    for module in (model, reference):
-        module.requires_grad_(False)
-        module[0].requires_grad_(True)
-        with reducer.backward() if module is model else nullcontext():
-            module(batch(dist.get_rank(), 0)).square().mean().backward()
-    average_by_hand(reference)
-    _assert_same_gradients(model, reference)
+    for _ in range(3):
+        assert_mean(model, reducer, run, tolerance=tolerance)
+    reducer.close()
 
 
 @on_ranks()
@@ -165,7 +142,7 @@ def test_half_precision_gradients_do_not_overflow() -> None:
 @on_ranks()
 def test_gradients_live_in_the_buckets() -> None:
     """After a synchronised backward, and while micro-batches are accumulated, `.grad` is a view of the buffer."""
-    model, _ = _model_and_copy()
+    model = _model()
     reducer = build_reducer(model)
 
     def assert_views() -> None:
@@ -190,19 +167,18 @@ def test_gradients_live_in_the_buckets() -> None:
 @on_ranks()
 def test_gradients_that_were_moved_with_the_module_are_reduced() -> None:
     """As by `module.to`, between two micro-batches: torch gives gradients other memory, and leaves the objects."""
-    model, reference = _model_and_copy()
+
+    def run(module: Any, backward: Any, no_sync: Any) -> None:
+        with no_sync(), backward():
+            module(batch(dist.get_rank(), 1)).sum().backward()
+        module._apply(torch.clone)
+        with backward():
+            module(batch(dist.get_rank(), 2)).sum().backward()
+
+    model = _model()
     reducer = build_reducer(model)
-    rank = dist.get_rank()
-    _backward(reducer, model(batch(rank, 0)).sum())
-    model.zero_grad()
-    with reducer.no_sync(), reducer.backward():
-        model(batch(rank, 1)).sum().backward()
-    model._apply(torch.clone)
-    _backward(reducer, model(batch(rank, 2)).sum())
-    for step in (1, 2):
-        reference(batch(rank, step)).sum().backward()
-    average_by_hand(reference)
-    _assert_same_gradients(model, reference)
+    for _ in range(2):
+        assert_mean(model, reducer, run)
 
 
 @on_ranks()
@@ -238,7 +214,7 @@ def test_strides_follow_the_parameter() -> None:
 
 @on_ranks()
 def test_copies_and_the_module_of_a_closed_reducer_carry_nothing_of_ours() -> None:
-    model, _ = _model_and_copy()
+    model = _model()
     reducer = build_reducer(model)
     _backward(reducer, model(batch(0, 0)).sum())
     for module in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
@@ -292,50 +268,31 @@ def test_retained_graph_survives_the_buffer_broadcast() -> None:
     loss = (model(batch(dist.get_rank(), 0)) * model.scale).sum()
     with reducer.backward():
         loss.backward(retain_graph=True)
+    reducer.replicas.broadcast_buffers()
     _backward(reducer, loss)
 
 
 @on_ranks()
 def test_unfrozen_parameters_are_reduced_and_known_plans_kept() -> None:
-    """torch DDP leaves it unsynchronised."""
-    model, reference = _model_and_copy()
-    for module in (model, reference):
-        module[0].requires_grad_(False)
+    """torch DDP leaves them unsynchronised."""
+    model = _model()
+    model[0].requires_grad_(False)
     reducer = build_reducer(model)
-    for step, frozen in enumerate([True, True, False, False, True, False]):
-        for module in (model, reference):
-            module.zero_grad()
+    for frozen in (True, True, False, False, True, False):
+
+        def run(module: Any, backward: Any, no_sync: Any, frozen: bool = frozen) -> None:
             module[0].requires_grad_(not frozen)
-            with reducer.backward() if module is model else nullcontext():
-                module(batch(dist.get_rank(), step)).square().mean().backward()
-        average_by_hand(reference)
-        _assert_same_gradients(model, reference)
+            with backward():
+                module(batch(dist.get_rank(), int(frozen))).square().mean().backward()
+
+        assert_mean(model, reducer, run)
     # Two sets of trainable parameters, each planned once although training comes back to both.
     assert reducer.stats.num_plans == 2
 
 
 @on_ranks()
-def test_a_network_that_is_toggled_off_is_not_communicated() -> None:
-    """As by `toggle_optimizer`; nothing is planned again."""
-    torch.manual_seed(3)
-    model = nn.ModuleDict({"g": nn.Linear(WIDTH, WIDTH), "d": nn.Linear(WIDTH, 2)}).to(device())
-    reducer = build_reducer(model)
-    num_reduced: list[int] = []
-    for step in range(6):
-        on, off = ("g", "d") if step % 2 == 0 else ("d", "g")
-        model[on].requires_grad_(True)
-        model[off].requires_grad_(False)
-        before = reducer.stats.bytes_sent
-        _backward(reducer, model["d"](model["g"](batch(dist.get_rank(), step))).square().mean())
-        num_reduced.append(reducer.stats.bytes_sent - before)
-    assert reducer.stats.num_plans == 2
-    assert num_reduced[0] != num_reduced[1]
-    assert num_reduced == num_reduced[:2] * 3
-
-
-@on_ranks()
 def test_a_plan_that_is_no_longer_used_is_forgotten() -> None:
-    model, _ = _model_and_copy()
+    model = _model()
     reducer = build_reducer(model)
     num_plans: list[int] = []
     for frozen, times in ((0, 1), (2, 66), (4, 1), (0, 1)):
@@ -346,26 +303,6 @@ def test_a_plan_that_is_no_longer_used_is_forgotten() -> None:
             model.zero_grad()
         num_plans.append(reducer.stats.num_plans)
     assert num_plans == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("hook_name", ["allreduce_hook", "fp16_compress_hook"])
-@on_ranks()
-def test_torch_communication_hooks_run(hook_name: str) -> None:
-    """torch's own communication hooks see our buckets as DDP's."""
-    model, reference = _model_and_copy()
-    reducer = build_reducer(model, comm_hook=getattr(default_hooks, hook_name), bucket_cap_mb=0.001)
-    for step in range(3):
-        x = batch(dist.get_rank(), step)
-        for module in (model, reference):
-            module.zero_grad()
-            with reducer.backward() if module is model else nullcontext():
-                module(x).square().mean().backward()
-        average_by_hand(reference)
-        tolerance = 0.0 if hook_name == "allreduce_hook" else 1e-2
-        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(param.grad, other.grad, rtol=tolerance, atol=tolerance * 0.1)
-    assert reducer.bucket_set is not None
-    assert len(reducer.bucket_set.buckets) > 1
 
 
 @pytest.mark.parametrize("num_buckets", [1, 4])
@@ -436,6 +373,11 @@ def test_gradients_travel_in_the_dtype_asked_for(own: torch.dtype, travels_as: s
 @on_ranks()
 def test_a_late_gradient_is_refused_and_without_overlap_none_is_late() -> None:
     """A block is used once in the first backward and twice in a later one, by reentrant checkpointing."""
+
+    def differentiate(module: Any, backward: Any, no_sync: Any) -> None:
+        with backward():
+            module(batch(dist.get_rank(), 1)).square().mean().backward()
+
     for overlap in (True, False):
         torch.manual_seed(3)
         model = Checkpointed(reentrant=True, shared=True).to(device())
@@ -443,20 +385,13 @@ def test_a_late_gradient_is_refused_and_without_overlap_none_is_late() -> None:
         blocks = model.blocks
         model.blocks = blocks[:1]
         _backward(reducer, model(batch(dist.get_rank(), 0)).square().mean())
-        model.zero_grad()
         model.blocks = blocks
-        with pytest.raises(LateGradientError) if overlap else nullcontext() as late, reducer.backward():
-            model(batch(dist.get_rank(), 1)).square().mean().backward()
-        if late is not None:
-            assert "Gradient of `blocks.0.0." in str(late.value)
-            assert f"had left (rank {dist.get_rank()})" in str(late.value)
-            assert "Pass `overlap=False`" in str(late.value)
-    reference = Checkpointed(reentrant=True, shared=True).to(device())
-    reference.load_state_dict(model.state_dict(), strict=False)
-    reference(batch(dist.get_rank(), 1)).square().mean().backward()
-    average_by_hand(reference)
-    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, other.grad, msg=name)
+        if overlap:
+            text = rf"Gradient of `blocks\.0\.0\..* had left \(rank {dist.get_rank()}\).* Pass `overlap=False`"
+            with pytest.raises(LateGradientError, match=text):
+                assert_mean(model, reducer, differentiate)
+        else:
+            assert_mean(model, reducer, differentiate, tolerance=1e-5)
 
 
 @for_each("overlap", [True, False])
@@ -484,7 +419,7 @@ def test_buckets_leave_while_backward_runs_unless_overlap_is_off(overlap: bool) 
 
 @on_ranks()
 def test_freezing_on_one_rank_only_is_refused() -> None:
-    model, _ = _model_and_copy()
+    model = _model()
     reducer = build_reducer(model)
     model[2].weight.requires_grad_(dist.get_rank() != 1)
     expected = "`2.weight` has requires_grad True on rank 0 but False on rank 1."
