@@ -79,7 +79,7 @@ class Finiteness:
         self.reads_late = config.on_nonfinite == "warn" and self._device.type == "cuda"
         self._on_host: Tensor | None = None
         self._arrived = torch.cuda.Event() if self.reads_late else None  # type: ignore[no-untyped-call]
-        # Digests on their way to `_on_host`: the buckets, and the name of the step.
+        # Digests are in flight to `_on_host`: their buckets, and the name of their step.
         self._unread: tuple[BucketSet | None, str] | None = None
         self._nonfinite: dict[int, Tensor] = {}
 
@@ -149,7 +149,7 @@ class Finiteness:
             return
         if self._arrived is not None:
             self._arrived.synchronize()
-        assert self._on_host is not None  # digests are on their way to it
+        assert self._on_host is not None  # the digests are in flight to it
         bucket_set, where = unread
         self._act_on(self._on_host, bucket_set, stats, where=where, has_gradients=has_gradients)
 

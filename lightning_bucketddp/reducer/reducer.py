@@ -5,7 +5,7 @@ fires; when it ends the plan is made in the order of rank 0. The same happens fo
 
 Note: failed backwards
     When a backward raises on a rank, no rank may step: the others have gradients in which that rank's are missing. So
-    it does not take part in the rest of the exchange. The caller of `backward` tells the others, who wait, why.
+    it does not take part in the rest of the exchange. The caller of `backward` notifies the others, who wait.
 """
 
 from __future__ import annotations

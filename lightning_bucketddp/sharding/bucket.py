@@ -173,7 +173,7 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
             missing = super().collect()
         for position, kept in idle_gradients.items():
             self.params[position].grad = kept
-        # A new state: gradients of earlier backwards, which somebody has kept, stay divided.
+        # A new state: gradients of earlier backwards, which the user has kept, stay divided.
         self.state = ShardingState(self.state.norms)
         for view in self.views:
             view.state = self.state  # type: ignore[attr-defined]
@@ -192,7 +192,7 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
         return self.numbers
 
     def weights_to_gather(self) -> Tensor:
-        # The gradients stay, as without sharding: until somebody sets them to None.
+        # The gradients stay until the user sets them to None, as without sharding.
         self._kept_gradients = self.numbers[self._own_slice].clone()
         places = [place for place, member in enumerate(self.members) if member.shard is not None]
         if places:

@@ -44,7 +44,7 @@ _NO_CLAIM = "Use another optimizer, or `shard_optimizer=False`"
 def divides_by_elements(optimizer: Optimizer, *, whole_parameters: bool) -> bool:
     """Return whether a shard may be any range of a parameter; if not, or with `whole_parameters`, it is all of it.
 
-    Raises a ValueError that says why if neither gives the same numbers.
+    Raise a ValueError with the reason if neither gives the same numbers.
     """
     if (reason := _explain_refusal(optimizer)) is not None:
         raise _refusal(optimizer, reason, _NO_CLAIM)
@@ -119,8 +119,8 @@ def _try(optimizer: Optimizer, *, by_elements: bool) -> str | None:
             divided = [torch.cat(halves) for halves in zip(*map(trial.step, shards), strict=True)]
         except Exception as error:
             return f"a step of it on small tensors, without a closure, has raised `{type(error).__name__}: {error}`"
-    way = _distance(whole, [tensor.flatten() for tensor in trial.tensors])
-    if _distance(whole, divided) <= 1e-3 * way:
+    moved = _distance(whole, [tensor.flatten() for tensor in trial.tensors])
+    if _distance(whole, divided) <= 1e-3 * moved:
         return None
     return f"its step computes something over several {'elements' if by_elements else 'parameters'}"
 

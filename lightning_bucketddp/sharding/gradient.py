@@ -104,7 +104,7 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def over(gradient: Tensor, *, own: Tensor, state: ShardingState, name: str) -> ShardedGradient:
-        """Return `gradient`, over the same memory, as one that is divided when `state` says so."""
+        """Return `gradient`, over the same memory, as one that is divided when `state` is."""
         sharded: ShardedGradient = gradient.as_subclass(ShardedGradient)
         sharded.own, sharded.state, sharded.param_name = own, state, name
         return sharded

@@ -1,7 +1,7 @@
 """An optimizer that steps this rank's shards of its parameters, and has the state of those only.
 
-While an optimizer steps, its parameter groups hold this rank's shards (`bucket.ShardedParameter`). Whatever else looks
-at its groups sees parameters: schedulers, clipping, `zero_grad`, `toggle_optimizer`, callbacks that add a group, hooks
+While an optimizer steps, its parameter groups hold this rank's shards (`bucket.ShardedParameter`). At all other times
+they hold parameters: for schedulers, clipping, `zero_grad`, `toggle_optimizer`, callbacks that add a group, and hooks
 around the step. The step ends with an exchange of weights: when it returns, and for all hooks after it, each rank has
 all of them, in the memory where they have always been.
 """
@@ -70,7 +70,7 @@ class ShardedOptimizer:
         self.show_parameters()
         for handle in self._handles:
             handle.remove()
-        if self.optimizer.step is self._own_step:  # or somebody has wrapped it, and it does nothing of its own any more
+        if self.optimizer.step is self._own_step:  # otherwise the user has wrapped it, which is harmless
             del self.optimizer.step
             if self._given_step is not None:
                 self.optimizer.step = self._given_step  # type: ignore[method-assign]

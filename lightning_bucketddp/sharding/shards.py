@@ -148,6 +148,8 @@ class Shards:
         else:
             members = [known.members[param] for param in params]
             bucket = ShardedBufferedBucket(layout, members, self._norms, **options)
+        if layout.bucket is None:
+            known.layouts.append(layout)  # in the order of the plan
         layout.bucket = bucket
         return bucket
 
@@ -269,6 +271,4 @@ class Shards:
             members.append(ShardedParameter(specs[i].name, params[i], ranges, rank=self._collectives.rank))
         layout = ShardedLayout(members, buffer, sharding, bucket.alone)
         self._layout_of.update(dict.fromkeys(in_bucket, layout))
-        optimizer = self._optimizer_of[in_bucket[0]]
-        optimizer.layouts.append(layout)
-        optimizer.adopt(members)
+        self._optimizer_of[in_bucket[0]].adopt(members)

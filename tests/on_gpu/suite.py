@@ -112,8 +112,8 @@ def tests() -> Iterator[Test]:
     # Without overlap: NCCL would wait for ever for buckets that only one rank has launched.
     yield on_two(replicas.freeze_on_one_rank_in_mid_training, is_known=True, overlap=False)
     yield on_two(cuda.a_check_of_the_replicas_never_makes_the_host_wait)
-    for moves in (False, True):
-        yield on_two(unused.launched_before_end, moves=moves)
+    for options in ({}, {"moves": True}, {"overlap": False}):
+        yield on_two(unused.launched_before_end, **options)
     for kept in ("nothing", "gradient", "alias"):
         yield on_two(unused.memory_is_given_back, kept=kept)
     for left_out in (unused.one_for_all, unused.one_each):
@@ -202,9 +202,8 @@ def nonfinite_is_told(*, way: str, on_nonfinite: str, parameter: str | None) -> 
 REDUCING = [
     named(reducing.test_no_sync_around_backward_alone_is_enough),
     named(reducing.test_backwards_that_torch_ddp_does_not_synchronise_are),
-    named(reducing.test_unfrozen_parameters_are_reduced_and_known_plans_kept),
+    named(reducing.test_known_plans_are_kept_until_they_are_no_longer_used),
     named(reducing.test_a_late_gradient_is_refused_and_without_overlap_none_is_late),
-    named(reducing.test_buckets_leave_while_backward_runs_unless_overlap_is_off),
     named(reducing.test_half_precision_gradients_do_not_overflow),
     named(reducing.test_gradients_live_in_the_buckets),
     named(reducing.test_a_large_gradient_stays_where_it_is),

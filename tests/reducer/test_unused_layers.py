@@ -20,13 +20,14 @@ from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 from lightning_bucketddp.reducer.observer import BackwardObserver
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import Replicas
+from tests.support.cases import for_each
 from tests.support.jobs.models import WIDTH, batch, mlp
 from tests.support.jobs.parity import assert_mean, build_reducer
 from tests.support.ranks import device, run_on_ranks
 
 
 class Layers(nn.Module):
-    """Layers that are used in the order that a step says."""
+    """Layers that are used in a given order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ def memory_is_given_back(kept: str) -> list[int]:
 
 
 def flags_read(left_out: Callable[[int, int], list[int]], *, lie: bool = False) -> list[int]:
-    """Leave out the layers that `left_out` says of a rank and a step; gradients must be the mean.
+    """Leave out the layers that `left_out` returns for a rank and a step; gradients must be the mean.
 
     Returns how often flags were read from the device until each step.
     """
@@ -118,7 +119,7 @@ def none(rank: int, step: int) -> list[int]:
     return []
 
 
-@pytest.mark.skipif(not _GIVE_BACK_ON, reason="an older torch cannot tell who uses memory: it is kept")
+@pytest.mark.skipif(not _GIVE_BACK_ON, reason="an older torch does not count who uses memory: it is kept")
 @pytest.mark.parametrize("kept", ["nothing", "gradient", "alias"])
 def test_memory_of_gradients_is_given_back_unless_one_is_kept(kept: str) -> None:
     for held in run_on_ranks(memory_is_given_back, kept=kept):
@@ -154,11 +155,11 @@ class _Launches(BackwardObserver):
         self.before_end.append(self._num_launched)
 
 
-def launched_before_end(*, moves: bool) -> tuple[int, list[int]]:
+def launched_before_end(*, moves: bool = False, overlap: bool = True) -> tuple[int, list[int]]:
     """Train in one order, then in another one; or move the module in mid-training."""
     torch.manual_seed(0)
     model = Layers().to(device())
-    reducer = build_reducer(model, bucket_cap_mb=0.0006)
+    reducer = build_reducer(model, bucket_cap_mb=0.0006, overlap=overlap)
     reducer.observer = launches = _Launches()
     for step in range(6):
         order = list(range(6)) if step < 3 or moves else list(reversed(range(6)))
@@ -173,8 +174,9 @@ def launched_before_end(*, moves: bool) -> tuple[int, list[int]]:
     return num_buckets, launches.before_end
 
 
-@pytest.mark.parametrize("moves", [False, True])
-def test_all_buckets_but_the_last_leave_before_the_end_in_any_order_and_after_a_move(moves: bool) -> None:
-    for num_buckets, before_end in run_on_ranks(launched_before_end, moves=moves):
+@for_each("how", [{}, {"moves": True}, {"overlap": False}])
+def test_all_buckets_but_the_last_leave_before_the_end_unless_overlap_is_off(how: dict[str, Any]) -> None:
+    """In any order, and after a move of the module."""
+    for num_buckets, before_end in run_on_ranks(launched_before_end, **how):
         assert num_buckets > 2
-        assert before_end == [0, *[num_buckets - 1] * 5]
+        assert before_end == [0, *[num_buckets - 1 if how.get("overlap", True) else 0] * 5]
