@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_bucketddp.comm.collectives import Collectives, chunks_of_one_dtype
 from lightning_bucketddp.config import IslandsOption, LocalSteps
 from lightning_bucketddp.processes import rank_zero_warn
-from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferLayout
+from lightning_bucketddp.reducer.bucket import BufferedBucket, BufferLayout
 from lightning_bucketddp.reducer.reduction import PendingReduction, Reduction
 from lightning_bucketddp.wording import list_ranks, pluralize
 
@@ -230,8 +230,7 @@ class OuterStep:
         dtype = torch.promote_types(first.dtype.to_real(), torch.float32)
         layout, like = BufferLayout([0], share), torch.empty(share, dtype=dtype, device="meta")
         wires = [
-            BufferedBucket([like], arrivals=Arrivals(0), num_flags=0, device=first.device, layout=layout)
-            for _ in range(min(num_chunks, 2))
+            BufferedBucket([like], num_flags=0, device=first.device, layout=layout) for _ in range(min(num_chunks, 2))
         ]
         for index in range(num_chunks):
             start = index * share * self._size

@@ -1,10 +1,10 @@
 """Gradients that travel together, and the parameters they belong to.
 
 Note: memory between steps
-    Gradients that are set to None free no memory as long as buckets hold it. So on a GPU a buffer gives its memory back
-    to torch's allocator when no gradient is in it any more, at the begin of a forward and of a backward, and takes some
-    when its gradients are there; in steady state nothing of that reaches the driver. On a CPU new memory costs more
-    than it is worth, and each gradient has a storage of its own in the buffer.
+    Gradients that are set to None free no memory as long as buckets hold it. So on a GPU a buffer without gradients
+    gives its memory back to torch's allocator when a forward or a backward begins, and takes memory when its gradients
+    have arrived; in steady state this does not reach the driver. On a CPU new memory costs more than it saves, and each
+    gradient has a storage of its own in the buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IS_THERE = partial(operator.is_not, None)
 _ALIGN_BYTES = 64
 # A smaller buffer is not worth the time.
 _GIVE_BACK_FROM_BYTES = 1 * MIB
-# Sentinel: more gradients than ever come, so nothing is acted on.
+# Sentinel: more gradients than ever arrive, so nothing is acted on.
 UNKNOWN = sys.maxsize
 
 
@@ -43,7 +43,7 @@ class Arrivals:
     One gradient per member, more for a parameter whose hook fires several times (reentrant checkpointing).
     """
 
-    expected: int
+    expected: int = 0
     pending: int = UNKNOWN
     launched: bool = False
 
@@ -56,15 +56,15 @@ class BufferLayout:
     numel: int
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], shares: Sharding | None = None, *, alignment: int = 1) -> BufferLayout:
-        """Put `params`, all of one dtype, one behind the other, each at a multiple of `alignment` elements."""
+    def of(cls, params: Sequence[Tensor], sharding: Sharding | None = None, *, alignment: int = 1) -> BufferLayout:
+        """Place `params`, all of one dtype, one behind the other, each at a multiple of `alignment` elements."""
         align = max(_ALIGN_BYTES // params[0].dtype.itemsize, alignment) if params else alignment
         offsets: list[int] = []
         numel = 0
         for param in params:
             offsets.append(numel)
             numel += -(-param.numel() // align) * align
-        return cls(offsets, numel if shares is None else shares.padded(numel, align=align))
+        return cls(offsets, numel if sharding is None else sharding.padded(numel, align=align))
 
 
 class BufferedBucket:
@@ -75,19 +75,17 @@ class BufferedBucket:
         num_flags: spare elements at the end of the buffer that travel with the gradients.
         may_be_resized: a communication hook gets the buffer and may resize it.
         gives_back: the buffer has memory only as long as gradients are in it (Note: memory between steps). Then, and if
-            it may be resized, a gradient has the whole buffer as its storage, because a part of it would be left
-            behind. Otherwise each has its part, so that `torch.save` and `copy.deepcopy` of one gradient do not take
-            all others along.
+            it may be resized, the storage of a gradient is the whole buffer, so that it moves with it. Otherwise each
+            has a storage of its own, so that `torch.save` and `copy.deepcopy` of one gradient do not copy all others.
         layout: where each gradient lies; None: one behind the other.
     """
 
-    shares: Sharding | None = None
+    sharding: Sharding | None = None
 
     def __init__(
         self,
         params: Sequence[Tensor],
         *,
-        arrivals: Arrivals,
         num_flags: int,
         device: torch.device,
         may_be_resized: bool = False,
@@ -95,25 +93,24 @@ class BufferedBucket:
         layout: BufferLayout | None = None,
     ) -> None:
         self.params = list(params)
-        self.arrivals = arrivals
+        self.arrivals = Arrivals()
         dtype = params[0].dtype if params else torch.float32
         layout = layout or BufferLayout.of(params)
         num_reals = layout.numel * (2 if dtype.is_complex else 1)
-        # Zeros, not empty: the padding is summed too and must never hold a NaN.
+        # Zeros, because the padding is summed too and must never hold a NaN.
         self.wire = torch.zeros(num_reals + num_flags, dtype=dtype.to_real(), device=device)
         self.flags = self.wire[num_reals:]
-        # All gradients in one, as real numbers.
-        self.numbers = gradients = self.wire[:num_reals]
-        self.buffer = torch.view_as_complex(gradients.view(-1, 2)) if dtype.is_complex else gradients
+        self.numbers = numbers = self.wire[:num_reals]
+        self.buffer = torch.view_as_complex(numbers.view(-1, 2)) if dtype.is_complex else numbers
         self._offsets = layout.offsets
         self._gives_back = gives_back and self.wire.nbytes >= _GIVE_BACK_FROM_BYTES
-        self._shares_storage = may_be_resized or self._gives_back
+        self._has_whole_storage = may_be_resized or self._gives_back
         self._storage = self.wire.untyped_storage()
         self.num_bytes = self.wire.nbytes
         self._has_padding = sum(param.numel() for param in params) < layout.numel
         self._uses_of_ours = 0
         self.views = self.views_of(self.buffer)
-        # Measured, not known: it depends on the interpreter how many references a call itself holds.
+        # Measured, because it depends on the interpreter how many references a call itself holds.
         self._references_of_ours = max(map(sys.getrefcount, self.views), default=0)
 
     @property
@@ -138,7 +135,7 @@ class BufferedBucket:
         return []
 
     def _are_new(self, grads: Sequence[Tensor | None]) -> bool:
-        """Return whether all gradients are there, none of them here, and nobody has kept or moved any of those here."""
+        """Return whether all gradients exist outside of the buffer, and the user has not kept or moved any view."""
         return (
             bool(grads)
             and all(map(_IS_THERE, grads))
@@ -161,9 +158,9 @@ class BufferedBucket:
         references = list(map(sys.getrefcount, views))
         for position in outside:
             if views[position].data_ptr() != addresses[position]:
-                views[position] = self._view(self.buffer, position)  # torch has moved the other, with the module
+                views[position] = self._view(self.buffer, position)  # torch has moved the old one with the module
             elif references[position] > self._references_of_ours:
-                # Somebody has kept the gradient of an earlier backward: it stays as it is, in a storage of its own.
+                # The user has kept the gradient of an earlier backward: it gets a storage of its own.
                 views[position].data = views[position].clone()
                 views[position] = self._view(self.buffer, position)
         sources = [grad for position in outside if (grad := grads[position]) is not None]
@@ -181,9 +178,9 @@ class BufferedBucket:
         param = self.params[position]
         offset = buffer.storage_offset() + self._offsets[position]
         strides = gradient_strides(param)
-        # No view of autograd's, which cannot be detached in place.
+        # A view of autograd's could not be detached in place.
         view = buffer.detach()
-        if self._shares_storage:
+        if self._has_whole_storage:
             view.data = buffer.as_strided(param.shape, strides, offset)
         else:
             start = offset * buffer.itemsize
@@ -198,12 +195,12 @@ class BufferedBucket:
                 self.wire.zero_()
 
     def count_uses(self) -> None:
-        """Note how many tensors use the memory before anybody else has one of them."""
+        """Count the tensors that use the memory before the user has one of them."""
         if self._gives_back:
             self._uses_of_ours = torch._C._storage_Use_Count(self._storage._cdata)
 
     def give_back(self) -> None:
-        """Let go of the memory if no gradient is in it."""
+        """Free the memory if no gradient is in it."""
         if not (self._gives_back and self.params and self._storage.nbytes()) or self.params[0].grad is not None:
             return
         uses = torch._C._storage_Use_Count(self._storage._cdata)
@@ -212,25 +209,25 @@ class BufferedBucket:
             self._storage.resize_(0)
 
     def zero(self, positions: Sequence[int]) -> None:
-        """Contribute nothing for these members."""
+        """Contribute zeros for these members."""
         self._take_memory()
         torch._foreach_zero_([self.views[position] for position in positions])
 
     def attach(self, position: int) -> None:
-        """Give a member the gradient that is here."""
+        """Set the gradient of a member to the one in this bucket."""
         self.params[position].grad = self.views[position]
 
     def release(self) -> None:
-        """End a backward: see that parameters have the reduced gradients, and keep no others."""
+        """End a backward: parameters get the reduced gradients, and no others are kept."""
 
     def clear(self) -> None:
-        """Make all gradients zero that the parameters have from here."""
-        # With the padding: what is left there would be in the next reductions of some communication hooks.
+        """Zero all gradients that the parameters have from this bucket."""
+        # With the padding: some communication hooks would add up what is left there.
         self.wire.zero_()
 
 
 def gradient_strides(param: Tensor) -> tuple[int, ...]:
-    """Return the parameter's own strides where it is dense, as with channels_last: fused optimizers demand them."""
+    """Return the parameter's own strides if it is dense, as with channels_last: fused optimizers demand them."""
     expected = 1
     for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
         if size > 1:
@@ -241,13 +238,13 @@ def gradient_strides(param: Tensor) -> tuple[int, ...]:
 
 
 class InPlaceBucket:
-    """The large gradient of one parameter, reduced where autograd has put it: not copied, and in memory only once."""
+    """The large gradient of one parameter, reduced where autograd has put it: neither copied nor kept."""
 
-    shares: Sharding | None = None
+    sharding: Sharding | None = None
 
-    def __init__(self, param: Tensor, *, arrivals: Arrivals) -> None:
+    def __init__(self, param: Tensor) -> None:
         self.params = [param]
-        self.arrivals = arrivals
+        self.arrivals = Arrivals()
         self.num_bytes = param.nbytes
         self._strides = gradient_strides(param)
         self._gradient: Tensor | None = None
@@ -272,7 +269,7 @@ class InPlaceBucket:
         param = self.params[0]
         if param.grad is None:
             return [0]
-        if param.grad.stride() != self._strides:  # autograd itself sees to that, but not all users do
+        if param.grad.stride() != self._strides:  # a user has set it
             param.grad = self._new().copy_(param.grad)
         self._gradient = param.grad
         return []
@@ -297,11 +294,11 @@ class InPlaceBucket:
 
 
 class SparseBucket:
-    """The sparse gradient of one parameter. Nothing is kept between backwards: its size changes each time."""
+    """The sparse gradient of one parameter. It is not kept between backwards: its size changes each time."""
 
-    def __init__(self, param: Tensor, *, arrivals: Arrivals) -> None:
+    def __init__(self, param: Tensor) -> None:
         self.params = [param]
-        self.arrivals = arrivals
+        self.arrivals = Arrivals()
         self.gradient = _empty_sparse(param)
 
     @property
@@ -347,9 +344,8 @@ def _empty_sparse(param: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True)
 
 
-# What all of them have: `params`, `arrivals`, `num_bytes` (of the gradients, in their own dtype), `numbers` (all
-# gradients in one tensor, as real numbers), `gradients` (by member), and the methods that `BufferedBucket` documents.
+# All of them have `params`, `arrivals`, `num_bytes` (of the gradients, in their own dtype), `numbers` (all gradients in
+# one tensor, as real numbers), `gradients` (by member), and the methods that `BufferedBucket` documents.
 Bucket = BufferedBucket | InPlaceBucket | SparseBucket
-# These have a `wire`, too, which travels (the `numbers`, and flags behind them), and `shares`: how they are divided
-# among the ranks; None: all of them keep all of it.
+# These also have `wire`, which travels (the `numbers`, and flags behind them), and `sharding` (None: ranks keep all).
 DenseBucket = BufferedBucket | InPlaceBucket

@@ -10,19 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.config import MIB, BucketCaps, ReducerConfig
+from lightning_bucketddp.config import MIB, ReducerConfig
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
-from lightning_bucketddp.reducer.bucket import (
-    Arrivals,
-    Bucket,
-    BufferedBucket,
-    BufferLayout,
-    InPlaceBucket,
-    SparseBucket,
-)
+from lightning_bucketddp.reducer.bucket import Bucket, BufferedBucket, BufferLayout, InPlaceBucket, SparseBucket
 from lightning_bucketddp.wording import pluralize
 
-# Where memory is taken and given back in each step. Not all versions of torch can tell who else uses it.
+# Where memory is taken and given back in each step. Older versions of torch do not count who uses it.
 _GIVE_BACK_ON = ("cuda",) if hasattr(torch._C, "_storage_Use_Count") else ()
 
 
@@ -41,7 +34,7 @@ class Flags:
 
 
 class BucketMaker(Protocol):
-    """Plans and makes buckets in the reducer's place: those whose gradients the ranks divide (`Shards`)."""
+    """Plans and makes buckets of which each rank keeps a shard (`sharding.shards.Shards`)."""
 
     @property
     def have_arrived(self) -> bool: ...
@@ -53,10 +46,9 @@ class BucketMaker(Protocol):
         *,
         arrived: Sequence[int],
         missing: Sequence[int],
-        caps: BucketCaps,
-        alignment: int,
+        config: ReducerConfig,
     ) -> list[BucketSpec]: ...
-    def make_bucket(self, params: Sequence[Any], arrivals: Arrivals, **options: Any) -> Bucket: ...
+    def make_bucket(self, params: Sequence[Any], **options: Any) -> Bucket: ...
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -66,58 +58,56 @@ class BucketSet:
     plan: Sequence[BucketSpec]  # which parameter goes where, by index into `params`
     params: Sequence[Tensor]  # all of the module, trainable or not
     num_firings: Mapping[int, int]  # how often the hook of a parameter fired in the backward that was observed
-    streams: set[torch.cuda.Stream]  # on which they did
-    trainable: Sequence[bool]  # by parameter; buckets of which each rank keeps a share may hold others, too
+    streams: set[torch.cuda.Stream]  # on which they fired
+    trainable: Sequence[bool]  # by parameter; sharded buckets may hold others, too
     collectives: Collectives
     config: ReducerConfig
-    maker: BucketMaker | None  # makes such buckets; None: there are none
-    last_used: int = 0
-    version: int = 0
+    maker: BucketMaker | None  # makes sharded buckets; None: there are none
+    version: int
+    last_used: int  # the number of backwards by then
     buckets: list[Bucket] = field(default_factory=list)
     index_of_bucket: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        plan, params, collectives, maker = self.plan, self.params, self.collectives, self.maker
-        device, may_be_resized = collectives.device, self.config.comm_hook is not None
+        device, may_be_resized = self.collectives.device, self.config.comm_hook is not None
         gives_back = device.type in _GIVE_BACK_ON and not may_be_resized
-        for index, spec in enumerate(plan):
-            members = [params[i] for i in spec.members]
+        for index, spec in enumerate(self.plan):
+            members = [self.params[i] for i in spec.members]
             trained = [i for i in spec.members if self.trainable[i]]
-            arrivals = Arrivals(sum(max(self.num_firings.get(i, 0), 1) for i in trained))
-            is_last = index == len(plan) - 1
-            num_flags = len(params) + len(plan) + 2 * collectives.world_size if is_last else 0
+            is_last = index == len(self.plan) - 1
+            num_flags = len(self.params) + len(self.plan) + 2 * self.collectives.world_size if is_last else 0
             bucket: Bucket
             if spec.sparse:
-                bucket = SparseBucket(members[0], arrivals=arrivals)
+                bucket = SparseBucket(members[0])
             elif spec.sharded is not None:
-                assert maker is not None  # who makes such plans
+                assert self.maker is not None  # it has made the plan
                 idle = {place for place, i in enumerate(spec.members) if not self.trainable[i]}
-                bucket = maker.make_bucket(
-                    members, arrivals, idle=idle, num_flags=num_flags, device=device, gives_back=gives_back
+                bucket = self.maker.make_bucket(
+                    members, idle=idle, num_flags=num_flags, device=device, gives_back=gives_back
                 )
             elif spec.alone:
-                bucket = InPlaceBucket(members[0], arrivals=arrivals)
+                bucket = InPlaceBucket(members[0])
             else:
                 bucket = BufferedBucket(
                     members,
-                    arrivals=arrivals,
                     num_flags=num_flags,
                     device=device,
                     may_be_resized=may_be_resized,
                     layout=BufferLayout.of(members, alignment=self.config.alignment),
                     gives_back=gives_back,
                 )
+            bucket.arrivals.expected = sum(max(self.num_firings.get(i, 0), 1) for i in trained)
             self.buckets.append(bucket)
             self.index_of_bucket.update(dict.fromkeys(trained, index))
         last = self.buckets[-1]
         assert isinstance(last, BufferedBucket)  # `plan_buckets` never puts a sparse one last
-        self.flags = Flags(last.flags, num_params=len(params), num_buckets=len(plan))
+        self.flags = Flags(last.flags, num_params=len(self.params), num_buckets=len(self.plan))
         for bucket in self.buckets:
             if isinstance(bucket, BufferedBucket):
                 bucket.count_uses()
 
     def give_back(self) -> None:
-        """Let go of memory that no gradient is in (Note: memory between steps)."""
+        """Free memory without gradients (Note: memory between steps)."""
         if len(self.streams) > 1:
             return  # one of them may still be reading what the allocator would give to another
         for bucket in self.buckets:
@@ -126,6 +116,7 @@ class BucketSet:
 
     @torch.no_grad()
     def take_gradients(self, factor: float) -> None:
+        """Collect averaged gradients that parameters were given outside of a backward, multiplied by `factor`."""
         for bucket in self.buckets:
             bucket.collect()
             if factor != 1:

@@ -1,13 +1,13 @@
-"""Hooks that tell when a gradient has arrived.
+"""Hooks that count gradients as they arrive.
 
-A hook runs for each parameter in each step, so it only counts. What is acted on is the gradient that completes a
-bucket, and each one as long as there is no plan: both in a backward that the reducer was told of. Other backwards,
-which users start for pictures, adversarial examples or losses of their own, only change a count.
+A hook runs for each parameter in each step, so it only counts. The reducer acts on the gradient that completes a
+bucket, and on each gradient as long as there is no plan, in backwards that it has begun. Other backwards, which users
+start for pictures, adversarial examples or losses of their own, only change a count.
 
 Note: last hooks
-    What users' hooks on a parameter make of a gradient is what is to be reduced, whenever they were registered. So when
-    a backward begins, ours is moved behind all others. A hook on the node that adds up gradients runs last by itself,
-    but may be there for a while only (docs/design/unwrapped-module.md).
+    Gradients are reduced as users' hooks on a parameter leave them, whenever those were registered. So when a backward
+    begins, ours is moved behind all others. A hook on the node that adds up gradients runs last by itself, but can be
+    used only for a while (docs/design/unwrapped-module.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_bucketddp.reducer.bucket import UNKNOWN, Arrivals
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 
-# Whose hooks a parameter has; a weak reference, because they hold the parameter.
+# The `GradientHooks` of each parameter: a weak reference, because they hold the parameter.
 _owners: Any = WeakIdKeyDictionary()
 
 
@@ -36,13 +36,12 @@ class GradientHooks:
 
     params: Sequence[Tensor]  # all of the module; they get hooks, trainable or not
     act: Callable[[int], None]  # called with the index of a parameter whose gradient is to be acted on
-    close: Callable[[], None]  # has this closed by its owner
+    close: Callable[[], None]  # closes the reducer that has made this
 
     def __post_init__(self) -> None:
         self.param_ids = {id(param) for param in self.params}
         self._bucket_set: BucketSet | None = None
-        # Of parameters that have no bucket.
-        self._unplanned = Arrivals(expected=0, pending=UNKNOWN)
+        self._unplanned = Arrivals()  # of parameters without a bucket
         # By parameter; changed in place, because the hooks hold it.
         self._arrivals = [self._unplanned] * len(self.params)
         self._handles: dict[int, RemovableHandle] = {}
@@ -57,7 +56,7 @@ class GradientHooks:
                 self._hooks_of.append((param._post_accumulate_grad_hooks, handle.id))
 
     def begin(self, bucket_set: BucketSet | None) -> None:
-        """Begin to expect the gradients of a backward, in the buckets they belong to; None: there is no plan yet."""
+        """Begin to count the gradients of a backward, by bucket; None: there is no plan yet."""
         if bucket_set is not self._bucket_set:
             self._bucket_set = bucket_set
             self._arrivals[:] = [self._unplanned] * len(self._arrivals)
@@ -65,23 +64,23 @@ class GradientHooks:
                 for param_index, bucket_index in bucket_set.index_of_bucket.items():
                     self._arrivals[param_index] = bucket_set.buckets[bucket_index].arrivals
         for hooks, key in [each for each in self._hooks_of if len(each[0]) > 1]:  # (Note: last hooks)
-            hooks[key] = hooks.pop(key)  # not `move_to_end`, of which torch's loop in C sees nothing
+            hooks[key] = hooks.pop(key)  # torch's loop in C ignores `move_to_end`
         for arrivals in self._all_arrivals():
             arrivals.pending = arrivals.expected
             arrivals.launched = False
 
     def expect_first(self) -> None:
-        """Have the next gradient acted on, whichever it is: it begins a backward."""
+        """Act on the next gradient, whichever it is: it begins a backward."""
         for arrivals in self._all_arrivals():
             arrivals.pending = 0
 
     def reset(self) -> None:
-        """Have no gradient acted on: no backward runs that the reducer was told of."""
+        """Act on no gradient: the reducer has begun no backward."""
         for arrivals in self._all_arrivals():
             arrivals.pending = UNKNOWN
 
     def counts(self, param_index: int) -> bool:
-        """Count a gradient once more, of a backward that it has begun; return whether it is to be acted on."""
+        """Count the gradient that has begun a backward once more; return whether to act on it."""
         arrivals = self._arrivals[param_index]
         arrivals.pending -= 1
         return arrivals.pending <= 0
@@ -93,11 +92,11 @@ class GradientHooks:
 
     @property
     def have_counted(self) -> bool:
-        """Whether gradients have arrived at rest, of a backward that the reducer was not told of."""
+        """Whether gradients have arrived since `reset`, from a backward that the reducer has not begun."""
         return any(arrivals.pending != UNKNOWN for arrivals in self._all_arrivals())
 
     def has_counted(self, param_index: int) -> bool:
-        """Return whether this gradient may be one of those, or another in its bucket is."""
+        """Return whether this gradient, or another in its bucket, may be one of those."""
         return param_index in self._handles and self._arrivals[param_index].pending != UNKNOWN
 
     def remove(self) -> None:
@@ -128,7 +127,7 @@ class GradientHooks:
 
 
 def take_over(parameters: Mapping[str, Tensor]) -> None:
-    """Close whoever averages the gradients of exactly these parameters already: they must not be averaged twice."""
+    """Close the reducer of exactly these parameters, if there is one: they must not be averaged twice."""
     param_ids = {id(param) for param in parameters.values()}
     owners: dict[GradientHooks, str] = {}
     for name, param in parameters.items():
@@ -146,9 +145,9 @@ def take_over(parameters: Mapping[str, Tensor]) -> None:
 
 
 def hook_on_node(param: Tensor, on_gradient: Callable[..., None]) -> tuple[Node, RemovableHandle]:
-    """Have `on_gradient` called by the node that adds up the gradient of `param`, until `param` is moved.
+    """Call `on_gradient` from the node that adds up the gradient of `param`, until `param` is moved.
 
-    The caller must hold the node, because its parameter does not (Note: last hooks).
+    The caller must hold the node, because the parameter does not (Note: last hooks).
     """
     with _trainable(param):
         node = get_gradient_edge(param).node

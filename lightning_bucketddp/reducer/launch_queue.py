@@ -4,8 +4,8 @@ Note: one launch order
     Buckets leave strictly by index, on every rank, always. A bucket is complete when its members' gradients have
     arrived; whatever is incomplete when backward ends leaves then, in order, with zeros for what is missing. So every
     rank issues the same collectives in the same order whatever its own graph did. The last bucket, complete or not,
-    leaves only when the backward has ended well on this rank: no rank gets all gradients of a step, and takes it, when
-    the backward has failed on another one.
+    leaves only when the backward has succeeded on this rank: no rank gets all gradients of a step when the backward has
+    failed on another one.
 
 Note: collectives of users
     A bucket may leave before a collective of the user's on one rank and behind it on another. So on a host reductions
@@ -33,6 +33,7 @@ from lightning_bucketddp.reducer.bucket import Bucket
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.observer import NOTHING, BackwardObserver, ReducerStats, profiler_span
+from lightning_bucketddp.reducer.plan_cache import PlanTuner
 from lightning_bucketddp.reducer.reduction import PendingReduction, Reduction
 from lightning_bucketddp.wording import list_names
 
@@ -46,12 +47,12 @@ class LaunchQueue:
     finiteness: Finiteness
     stats: ReducerStats
     observer: BackwardObserver
-    # In the group of `reduction` (Note: collectives of users), and how many there were when the last bucket left.
+    # Of the group of `reduction` (Note: collectives of users), and how many there were when the last bucket left.
     foreign: ForeignCollectives
     num_foreign: int = 0
     next_to_launch: int = 0
     in_flight: list[PendingReduction] = field(default_factory=list)
-    # By parameter, of buckets that have left: gradients that this rank does not have, by bucket and position in it.
+    # Gradients that this rank does not have, of launched buckets: by parameter, its bucket and position in it.
     missing: dict[int, tuple[Bucket, int]] = field(default_factory=dict)
 
     def describe(self, specs: Sequence[ParameterSpec]) -> str:
@@ -70,7 +71,7 @@ class LaunchQueue:
             self.num_foreign = self.foreign.num_seen
 
     def check_order(self) -> None:
-        """Raise if a bucket could not leave while the user communicated: on other ranks it may have."""
+        """Raise if a bucket was held back while the user communicated: on other ranks it may have left."""
         is_held_back = self.next_to_launch < len(self.bucket_set.buckets) - 1
         if is_held_back and self.foreign.num_seen > self.num_foreign:
             raise RuntimeError(
@@ -82,12 +83,12 @@ class LaunchQueue:
             )
 
     def launch_rest(self) -> None:
-        """Launch all buckets that are left: backward has ended, and what has not arrived by now is missing."""
+        """Launch the remaining buckets: backward has ended, and what has not arrived by now is missing."""
         while self.next_to_launch < len(self.bucket_set.buckets):
             self._launch_next()
 
     def wait(self, *, factor: float, all_miss_the_same: bool = False) -> None:
-        """Make the gradients final: what was reduced, multiplied by `factor`."""
+        """Wait for all reductions, multiply by `factor`, and give parameters their gradients."""
         for index, pending in enumerate(self.in_flight):
             pending.wait()
             self.observer.reduction_ended(index)
@@ -104,7 +105,7 @@ class LaunchQueue:
     def _launch_next(self) -> None:
         index, bucket_set = self.next_to_launch, self.bucket_set
         bucket, is_last = bucket_set.buckets[index], index == len(bucket_set.buckets) - 1
-        # Off already in a backward, but for one that makes a graph of gradients. Asking costs less than turning it off.
+        # A backward has turned it off, unless it makes a graph of gradients. Asking costs less than turning it off.
         with torch.no_grad() if torch.is_grad_enabled() else NOTHING, profiler_span("bucketddp::launch"):
             self._join_producers(bucket)
             missing = bucket.collect()
@@ -153,14 +154,14 @@ class LaunchQueue:
 
 @dataclass(slots=True)
 class CapturedBackward:
-    """What a replay has to know of the backward that was captured."""
+    """What a replay needs of the backward that was captured."""
 
     trainable: tuple[bool, ...] = ()  # by parameter
     syncs: bool = False  # gradients are exchanged in it
     bucket_set: BucketSet | None = None  # None: this rank is alone
     missing: list[int] = field(default_factory=list)  # parameters without a gradient
     bytes_sent: int = 0
-    loss_digest: Tensor | None = None  # of the losses that have not been exchanged when it ends
+    loss_digest: Tensor | None = None  # of the losses that it has not exchanged
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,12 +171,12 @@ class BackwardPass:
     trainable: tuple[bool, ...]  # by parameter
     syncs: bool  # gradients are exchanged at its end, if not before
     observer: BackwardObserver
-    is_tuned: bool  # it is one of those from which a better plan is computed
+    tuner: PlanTuner | None  # measures it, to compute a better plan
     bucket_set: BucketSet | None  # None: there is no plan yet
     queue: LaunchQueue | None  # None: nothing is launched before the end
     factor: float | None  # what the mean is multiplied by; None: that is known at the end
     some_miss: bool  # all ranks compare what they miss when it ends
-    captured: CapturedBackward | None  # it is captured: nothing is exchanged but gradients
+    captured: CapturedBackward | None  # set while it is captured: only gradients are exchanged
     # Parameters whose gradients arrived, as long as there is no plan, and the streams on which they did.
     arrived: list[int] = field(default_factory=list)
     streams: set[torch.cuda.Stream] = field(default_factory=set)

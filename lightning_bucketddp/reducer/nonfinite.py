@@ -1,16 +1,16 @@
-"""Numbers that are not finite: which rank has them, and what is done about it.
+"""Losses and gradients that are not finite: which rank has them, and what is done about it.
 
 Note: digests
     Behind the used-flags the last bucket carries one element per bucket and two per rank. A rank writes the digest of
-    its loss and that of its gradients into its own two and those of its buckets into theirs, and one into the others.
-    A digest is finite if, and only if, all that was looked at is; it is so small that it stays finite in whatever dtype
-    travels. A mean over the ranks leaves an element infinite or nan if one rank had it so, and finite otherwise. So all
-    ranks come to the same conclusion from numbers that travel anyway, and have nothing to exchange even then.
+    its loss and that of its gradients into its own two, those of its buckets into theirs, and one into the others. A
+    digest is finite if, and only if, all numbers behind it are; it is so small that it stays finite in whatever dtype
+    travels. A mean over the ranks leaves an element infinite or nan if it was so on one rank, and finite otherwise. So
+    all ranks come to the same conclusion from numbers that travel anyway.
 
-    With `raise` and `skip` the host must wait for the device and read them, because what comes next depends on it. With
-    `warn` nothing does: on a GPU they are copied without waiting, and read when the next backward begins. By then
-    gradients may have been clipped, but the buckets are not filled again yet. A replay is launched first, so that the
-    device does not wait for the host: it overwrites gradients, and weights, which are not finite either now, tell.
+    With `raise` and `skip` the host waits for the device and reads them, because the next step depends on it. With
+    `warn` on a GPU they are copied without waiting, and read when the next backward begins. By then gradients may have
+    been clipped, but the buckets are not filled again yet. A replay is launched first, so that the device does not wait
+    for the host: it overwrites gradients, so the names are found in the weights, which are not finite either now.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.config import REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.reducer.bucket import Bucket
-from lightning_bucketddp.reducer.bucket_set import BucketSet
+from lightning_bucketddp.reducer.bucket_set import BucketSet, Flags
 from lightning_bucketddp.reducer.observer import ReducerStats, is_being_captured
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.wording import list_names, list_ranks, wrap
 
 log = logging.getLogger(__name__)
 
-# The digest of the largest number: the sum over 2,000 buckets fits into fp16, and no factor is too small for its dtype.
+# The digest of the largest number: a sum over 2,000 buckets fits into fp16, and no factor is too small for its dtype.
 _DIGEST_OF_LARGEST = 16.0
 
 _OUTCOMES: dict[str | None, str] = {
@@ -52,12 +52,12 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(eq=False)
 class Finiteness:
-    """Looks at losses and gradients of this rank, and at the digests of those of all ranks."""
+    """Checks losses and gradients of this rank, and the digests of those of all ranks."""
 
     replicas: Replicas
     config: ReducerConfig
-    where: Callable[[], str] | None = None  # what to call the step that is being taken; None: count backwards
-    # A GradScaler causes infinite gradients, looks for them and skips their steps: they are left to it.
+    where: Callable[[], str] | None = None  # names the current step; None: backwards are counted
+    # A GradScaler causes infinite gradients, checks for them and skips their steps: they are left to it.
     has_scaler: bool = False
 
     def __post_init__(self) -> None:
@@ -67,23 +67,24 @@ class Finiteness:
         self._device = self._collectives.device
         self._response = config.on_nonfinite
         self._checks_gradients = self._response is not None and not self.has_scaler
-        # With `int8` it is the scale that a large number must fit into.
+        # A large number must fit into what travels; with `int8`, into the scale of its block.
         self._travels_as = (
             torch.float32 if config.reduce_dtype == "int8" else REDUCE_DTYPES.get(config.reduce_dtype or "")
         )
-        # What a hook with a memory (PowerSGD) has once seen would come back in all further steps.
+        # A hook with a memory (PowerSGD) would repeat what is not finite in all further steps.
         self._spares_hook = config.comm_state is not None and config.on_nonfinite == "skip"
         self.loss_digest: Tensor | None = None
         # The largest number by bucket, without its sign; None: all are finite.
         self._largest: list[Tensor | None] = []
         self.reads_late = config.on_nonfinite == "warn" and self._device.type == "cuda"
-        self._judge_late: Callable[[ReducerStats, bool], None] | None = None  # digests on their way to the host
         self._on_host: Tensor | None = None
         self._arrived = torch.cuda.Event() if self.reads_late else None  # type: ignore[no-untyped-call]
+        # Digests are in flight to `_on_host`: their buckets, and the name of their step.
+        self._unread: tuple[BucketSet | None, str] | None = None
         self._nonfinite: dict[int, Tensor] = {}
 
     def check_loss(self, loss: Tensor) -> None:
-        """Look at the loss of the backward that comes next, as the user computed it."""
+        """Check the loss of the next backward, as the user computed it."""
         if self._response is not None and loss.is_floating_point():
             digest = loss.detach().sum() * _scale(loss.dtype)
             # Those of earlier micro-batches, which have not been reduced, count too.
@@ -91,12 +92,12 @@ class Finiteness:
 
     def begin(self) -> None:
         """Forget what an unfinished backward has left."""
-        self._largest.clear()  # of one that has not ended
+        self._largest.clear()
         # A gradient that is gone cannot be stepped with any more.
         self._nonfinite = {key: param for key, param in self._nonfinite.items() if param.grad is not None}
 
     def check_bucket(self, bucket: Bucket) -> None:
-        """Look at what this rank contributes, bucket by bucket."""
+        """Check what this rank contributes to a bucket."""
         if not self._checks_gradients:
             return
         numbers = bucket.numbers
@@ -105,7 +106,7 @@ class Finiteness:
             numbers.nan_to_num_(nan=0, posinf=0, neginf=0)
 
     def write(self, bucket_set: BucketSet) -> None:
-        """Add what this rank knows of itself to the last bucket, whose elements are all one."""
+        """Write this rank's digests into the flags of the last bucket, which are all one."""
         flags = bucket_set.flags
         if any(largest is not None for largest in self._largest):
             zero = flags.elements.new_zeros(())
@@ -120,7 +121,7 @@ class Finiteness:
     def read(self, bucket_set: BucketSet | None, stats: ReducerStats) -> None:
         """Act, now or later, on the digests of all ranks, which came with the gradients.
 
-        Without a `bucket_set`: on the loss of a rank that is alone; nobody has looked at its gradients.
+        Without a `bucket_set`: on the loss of a rank that is alone, whose gradients are not checked.
         """
         if bucket_set is not None:
             digests = bucket_set.flags.digests
@@ -132,29 +133,25 @@ class Finiteness:
         if self._response is None or is_being_captured(self._device):
             return
         if not self.reads_late:
-            self._judge(digests, bucket_set, stats)
+            self._act_on(digests, bucket_set, stats)
             return
-        on_device = digests.device.type == "cuda"
         if self._on_host is None or self._on_host.shape != digests.shape:
-            self._on_host = torch.empty(digests.shape, dtype=digests.dtype, pin_memory=on_device)
+            self._on_host = torch.empty(digests.shape, dtype=digests.dtype, pin_memory=digests.is_cuda)
         self._on_host.copy_(digests, non_blocking=True)
-        arrived = self._arrived if on_device else None
-        if arrived is not None:
-            arrived.record(torch.cuda.current_stream(digests.device))
-        on_host, where = self._on_host, self._here(stats)
-
-        def judge(stats: ReducerStats, has_gradients: bool) -> None:
-            if arrived is not None:
-                arrived.synchronize()
-            self._judge(on_host, bucket_set, stats, where=where, has_gradients=has_gradients)
-
-        self._judge_late = judge
+        if self._arrived is not None and digests.is_cuda:
+            self._arrived.record(torch.cuda.current_stream(digests.device))
+        self._unread = bucket_set, self._name_step(stats)
 
     def catch_up(self, stats: ReducerStats, *, has_gradients: bool = True) -> None:
-        """Act on digests that were not there yet; `has_gradients`: theirs have not been overwritten since."""
-        judge, self._judge_late = self._judge_late, None
-        if judge is not None and not is_being_captured(self._device):
-            judge(stats, has_gradients)
+        """Act on digests that had not arrived; `has_gradients`: their gradients have not been overwritten since."""
+        unread, self._unread = self._unread, None
+        if unread is None or is_being_captured(self._device):
+            return
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        assert self._on_host is not None  # the digests are in flight to it
+        bucket_set, where = unread
+        self._act_on(self._on_host, bucket_set, stats, where=where, has_gradients=has_gradients)
 
     def withholds(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` must not use its gradients. Ask once: they are expected to be gone then."""
@@ -166,10 +163,10 @@ class Finiteness:
             self._nonfinite.pop(param, None)
         return withheld
 
-    def _here(self, stats: ReducerStats) -> str:
+    def _name_step(self, stats: ReducerStats) -> str:
         return f"backward {stats.num_backwards}" if self.where is None else self.where()
 
-    def _judge(
+    def _act_on(
         self,
         digests: Tensor,
         bucket_set: BucketSet | None,
@@ -180,40 +177,39 @@ class Finiteness:
     ) -> None:
         if math.isfinite(digests.sum().item()):
             return
-        elements = digests.tolist()
         num_buckets = 0 if bucket_set is None else len(bucket_set.buckets)
-        of_buckets, of_ranks = elements[:num_buckets], elements[num_buckets:]
-        of_losses, of_gradients = of_ranks[: len(of_ranks) // 2], of_ranks[len(of_ranks) // 2 :]
+        flags = Flags(digests.cpu(), num_params=0, num_buckets=num_buckets)
+        of_losses, of_gradients = flags.of_losses.tolist(), flags.of_gradients.tolist()
         by_rank = list(zip(self._collectives.global_ranks, of_losses, of_gradients, strict=True))
         losses = {rank: loss for rank, loss, _ in by_rank if not math.isfinite(loss)}
         ranks = [rank for rank, _, digest in by_rank if not math.isfinite(digest) and rank not in losses]
         if not losses and not ranks:
-            return  # a sum of finite numbers that is none
+            return  # the sum of finite numbers has overflowed
         stats.num_nonfinite += 1
         is_power_of_ten = str(stats.num_nonfinite).strip("0") == "1"
         is_reported = self._response == "raise" or is_power_of_ten
-        # A loss that is not finite has made all gradients so: their names would say nothing.
+        # A loss that is not finite has made all gradients so: no names.
         names = []
         if bucket_set is not None and is_reported and not losses:
-            names = self._named(bucket_set, of_buckets, has_gradients=has_gradients)
+            names = self._find_names(bucket_set, flags.of_buckets.tolist(), has_gradients=has_gradients)
         if bucket_set is not None and self._response == "skip":  # no optimizer may use these gradients
             for bucket in bucket_set.buckets:
                 bucket.clear()
             params = [param for bucket in bucket_set.buckets for param in bucket.params]
             self._nonfinite.update({id(param): param for param in params if param.grad is not None})
         if is_reported:
-            self._report(where or self._here(stats), _explain(losses, ranks, names), stats.num_nonfinite)
+            self._report(where or self._name_step(stats), _explain(losses, ranks, names), stats.num_nonfinite)
 
-    def _named(self, bucket_set: BucketSet, of_buckets: Sequence[float], *, has_gradients: bool) -> list[str]:
+    def _find_names(self, bucket_set: BucketSet, of_buckets: Sequence[float], *, has_gradients: bool) -> list[str]:
         """Return the names of parameters whose gradients are not finite; the reduction has spread these to all ranks.
 
-        What mixes the parameters of a bucket has all of them named: clipping by norm before a late reading, or a
-        communication hook that is spared what is not finite.
+        All parameters of a bucket are named where they are mixed: by clipping before a late reading, or because a
+        communication hook got finite numbers instead.
         """
         names, named = list(self.replicas.parameters), []
         for bucket, plan, digest in zip(bucket_set.buckets, bucket_set.plan, of_buckets, strict=True):
             if not math.isfinite(digest):
-                # Gradients that are gone by now have gone into the weights.
+                # Without gradients: they have been added to the weights.
                 tensors = (has_gradients and bucket.gradients) or bucket.params
                 nonfinite = [not tensor.isfinite().all() for tensor in tensors]
                 if plan.sharded is not None and nonfinite:
@@ -238,19 +234,19 @@ class Finiteness:
 
 
 def _largest_of(numbers: Tensor, *, dtype: torch.dtype) -> Tensor | None:
-    """Return the largest of `numbers` without its sign; None: all are known to be finite, also as `dtype`."""
+    """Return the largest absolute value; None: all are known to be finite, also as `dtype`."""
     if numbers.is_cpu:
-        # Three times as fast as anything else. Infinite also where no number is, but their squares are too large.
+        # Three times as fast as anything else. It is also infinite where only the squares are too large.
         if numbers.dim() == 1 and torch.dot(numbers, numbers).item() < _greatest(dtype) * _greatest(dtype):
             return None
         low, high = numbers.aminmax() if numbers.numel() else (numbers.sum(), numbers.sum())
         return torch.maximum(-low, high).to(dtype)
-    # Not `isfinite`, which takes ten times as long.
+    # `isfinite` takes ten times as long.
     return torch.linalg.vector_norm(numbers, math.inf).to(dtype) if numbers.numel() else numbers.sum()
 
 
 def _digests(largest: Sequence[Tensor]) -> Tensor:
-    """Return for each a number that is finite if, and only if, it is."""
+    """Return a small number for each, which is finite if, and only if, that is."""
     dtype = largest[0].dtype
     if all(number.dtype == dtype for number in largest):
         return (torch.stack(list(largest)) * _scale(dtype)).float()
@@ -277,16 +273,16 @@ def _explain(losses: dict[int, float], ranks: Sequence[int], names: Sequence[str
 
 
 class StepWithheld(Exception):
-    """Leads out of an optimizer's step.
+    """Leaves an optimizer's step.
 
-    Lightning runs forward and backward in the optimizer's closure. An exception leads from its end past optimizer,
-    gradient clipping and `on_before_optimizer_step` back to the strategy: none of them has done anything.
+    Lightning runs forward and backward in the optimizer's closure. An exception at its end skips the optimizer,
+    gradient clipping and `on_before_optimizer_step`.
     """
 
 
 def withhold_nonfinite(optimizer: Optimizer, checks: Iterable[Finiteness]) -> None:
-    """Raise `StepWithheld` if one of `checks` has seen that a gradient of `optimizer` is not finite on some rank."""
-    # All are asked: each forgets what it is asked for.
+    """Raise `StepWithheld` if one of `checks` has found that a gradient of `optimizer` is not finite on some rank."""
+    # A list, not a generator: each check forgets what it is asked for.
     if any([check.withholds(optimizer) for check in checks]):  # noqa: C419
         raise StepWithheld
 
@@ -295,11 +291,11 @@ def drop_gradients(optimizer: Optimizer, precision: Any) -> None:
     """Leave nothing of a step that was withheld; `precision` is the plugin, which may have a GradScaler."""
     optimizer.zero_grad()
     if (scaler := scaler_of(precision)) is not None:
-        # As it is: it only forgets that these gradients may have been unscaled already, for clipping.
+        # The scale stays: this only resets that these gradients may have been unscaled already, for clipping.
         scaler.update(scaler.get_scale())
 
 
 def scaler_of(precision: Any) -> torch.amp.GradScaler | None:
-    """Return the GradScaler that is at work, if any: some precision plugins have one."""
+    """Return the enabled GradScaler of a precision plugin, if it has one."""
     scaler: torch.amp.GradScaler | None = getattr(precision, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None

@@ -1,4 +1,4 @@
-"""Watching a step: what the plan tuner, the step recorder and torch's profiler are told."""
+"""Observe a step: counters, what the step recorder is notified of, torch's profiler, and clocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ class OuterStepStats:
 
     step: int  # how many the optimizers had taken
     seconds: float  # with the time that the islands waited for each other
-    num_bytes: int  # that this rank gave to the network
+    num_bytes: int  # sent by this rank
 
 
 @dataclass(slots=True)
@@ -56,7 +55,7 @@ NOTHING = nullcontext()
 
 
 class BackwardObserver:
-    """Is told what a synchronised backward does, in this order, and of weights after it; this one does nothing."""
+    """Is notified of what a synchronised backward does, in this order, and of weights after it; this does nothing."""
 
     def backward_began(self) -> None: ...
     def bucket_ready(self, index: int) -> None: ...  # all gradients of the bucket are there
@@ -66,7 +65,7 @@ class BackwardObserver:
     def reduction_ended(self, index: int) -> None: ...  # the step has waited for it
     def gradients_final(self) -> None: ...
 
-    # The ranks exchange the weights of a bucket, each of which has stepped its share.
+    # The ranks exchange the weights of a bucket, of which each has stepped its shard.
     def gather_started(self, bucket: object, transfer: Pending, num_bytes: int) -> None: ...
     def gather_awaited(self, bucket: object) -> None: ...
     def gather_ended(self, bucket: object) -> None: ...
@@ -75,29 +74,13 @@ class BackwardObserver:
 NO_OBSERVER = BackwardObserver()
 
 
-def all_of(*observers: BackwardObserver | None) -> BackwardObserver:
-    """Return one observer that tells all of `observers` what it is told."""
-    present = [observer for observer in observers if observer is not None]
-    if len(present) < 2:
-        return present[0] if present else NO_OBSERVER
-
-    def notify_all(name: str, *args: Any) -> None:
-        for observer in present:
-            getattr(observer, name)(*args)
-
-    several = BackwardObserver()
-    for name in [name for name in vars(BackwardObserver) if not name.startswith("__")]:
-        setattr(several, name, partial(notify_all, name))
-    return several
-
-
 def profiler_span(name: str) -> AbstractContextManager[Any]:
     """Show what happens inside as `name` in torch's profiler. Costs nothing while none runs."""
     return record_function(name) if _profiler_enabled() else NOTHING
 
 
 class Clock:
-    """Makes marks, and tells the time between them: that of this process."""
+    """Measures the time between marks: that of this process."""
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -115,11 +98,11 @@ class Clock:
         return True
 
     def wait(self, mark: Any) -> float | None:
-        """Wait for `mark`, and return for how many seconds; None where the host does all of the work itself."""
+        """Wait for `mark`; return for how many seconds, or None where the host does all of the work itself."""
         return None
 
     def times(self, action: Callable[[], object], *, number: int) -> list[float]:
-        """Return the seconds that `action` takes, so many times; one before them waits until all ranks are here."""
+        """Return how long `action` takes, `number` times, after once more that waits for the other ranks."""
         marks = []
         for _ in range(1 + number):
             start = self.mark()
@@ -129,7 +112,7 @@ class Clock:
 
 
 class DeviceClock(Clock):
-    """The time at which a GPU comes to what this process has given it to do: on the current stream."""
+    """Measures when a GPU reaches marks in the current stream."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -168,7 +151,7 @@ class Axis:
         self._origin_s = clock.on_host(self._origin)
 
     def move_to(self, mark: Any) -> None:
-        """Count from `mark` from now on: between distant marks a GPU tells the time with few digits."""
+        """Count from `mark` from now on: between distant marks a GPU measures time with few digits."""
         self._origin_s = self.seconds(mark)
         self._origin = mark
 
@@ -179,44 +162,44 @@ class Axis:
 def is_being_captured(device: torch.device) -> bool:
     """Return whether work for `device` is captured now, instead of run.
 
-    It runs later, without Python, again and again. So the plan is that of the moment, nothing is read back, and no
-    event is recorded that the host asks for: there would be no host to act on it.
+    It is replayed later, without Python. So the plan does not change meanwhile, nothing is read back, and no event is
+    recorded for the host.
     """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` as one that dynamo does not look into; where it is not loaded, nothing is compiled so far."""
+    """Return `function` as one that dynamo does not compile; where it is not loaded, nothing is compiled so far."""
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function  # type: ignore[no-untyped-call]
 
 
-# dynamo's first part has this size, and it refuses a smaller one for the others.
-_SMALLEST_PART_BYTES = 1 * MIB
+# dynamo's first graph has this size, and it refuses a smaller one for the others.
+_SMALLEST_GRAPH_BYTES = 1 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class _ForwardRunning:
-    """What dynamo asks of a `DistributedDataParallel`: whether it is there, and the size of the parts."""
+    """What dynamo reads of a `DistributedDataParallel`: whether it is active, and the size of the partial graphs."""
 
     bucket_bytes_cap: int
 
     def __bool__(self) -> bool:
-        # A graph without a backward (a teacher, an evaluation) is faster in one part.
+        # A graph without a backward (a teacher, an evaluation) is faster as a whole.
         return torch.is_grad_enabled()
 
 
 @contextmanager
 def graphs_split(config: ReducerConfig, *, world_size: int) -> Iterator[None]:
-    """Split graphs that are compiled inside into parts whose gradients arrive one part after the other.
+    """Split graphs that are compiled inside, so that their gradients arrive one graph after the other.
 
-    A compiled graph hands over all its gradients when its backward ends, which leaves nothing to overlap with. dynamo
-    splits it, if `torch._dynamo.config.optimize_ddp` says so, where a `DistributedDataParallel` runs its forward
-    meanwhile: we answer in its place.
+    A compiled graph returns all its gradients when its backward ends, which leaves nothing to overlap with. With
+    `torch._dynamo.config.optimize_ddp` dynamo splits it while a `DistributedDataParallel` runs its forward: we stand in
+    for that.
     """
     if world_size == 1 or not config.overlap:
         yield
         return
-    cap = max(config.caps.by_position[-1], _SMALLEST_PART_BYTES)
+    cap = max(config.caps.by_position[-1], _SMALLEST_GRAPH_BYTES)
     before = DistributedDataParallel._active_ddp_module
     DistributedDataParallel._active_ddp_module = _ForwardRunning(cap)  # type: ignore[assignment]
     try:

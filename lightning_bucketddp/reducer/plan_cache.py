@@ -1,9 +1,9 @@
-"""The plans of a module's parameters: one `BucketSet` for each set of trainable parameters, and how plans get better.
+"""The plans of a module's parameters: one `BucketSet` for each set of trainable parameters, and how plans are tuned.
 
 Note: tuning
-    With `bucket_cap_mb="auto"` all ranks count backwards alike and learn rank 0's decisions by broadcast, so they
-    change plans at the same backward. Rank 0 computes the plan (Note: optimum), and keeps it only if it measured better
-    (docs/design/optimal-plan.md). After that nothing is left of the tuner.
+    With `bucket_cap_mb="auto"` all ranks count backwards alike and get rank 0's decisions by broadcast, so they change
+    plans at the same backward. Rank 0 computes the plan (Note: optimum), and keeps it only if it measured better
+    (docs/design/optimal-plan.md). Then the tuner is dropped.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
 from lightning_bucketddp.planning.cost import AllReduceCost, Profile, cost_until, simulate
 from lightning_bucketddp.planning.optimal_plan import optimal_plan
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, has_choice, plan_buckets
-from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, LateGradientError
+from lightning_bucketddp.reducer.bucket import BufferedBucket, LateGradientError
 from lightning_bucketddp.reducer.bucket_set import BucketMaker, BucketSet
 from lightning_bucketddp.reducer.grad_hooks import hook_on_node
-from lightning_bucketddp.reducer.observer import BackwardObserver, Clock, ReducerStats, clock_of, is_being_captured
+from lightning_bucketddp.reducer.observer import Clock, ReducerStats, clock_of, is_being_captured
 from lightning_bucketddp.reducer.quantization import QuantizedMeanReduction
 from lightning_bucketddp.reducer.reduction import MeanReduction, Reduction
 from lightning_bucketddp.replicas.replicas import Replicas
@@ -37,44 +37,30 @@ from lightning_bucketddp.wording import pluralize
 
 log = logging.getLogger(__name__)
 
+# Sizes of gradients that are measured.
 _SMALLEST_BYTES = 4096
 _GROWTH = 8
-# More would say nothing new about the bandwidth, and takes memory.
 _LARGEST_BYTES = 16 * MIB
 # A size that takes longer is the last: the next one would take eight times as long.
 _SLOW_S = 0.01
 _NUM_REPETITIONS = 5
 
 
-@dataclass(eq=False)
-class CostMeter:
-    """Measures once what `reduction` costs, casts included. All ranks measure together."""
-
-    reduction: Reduction
-    collectives: Collectives
-    clock: Clock
-    _cost: AllReduceCost | None = None
-
-    def measure(self, *, dtype: torch.dtype, module_bytes: int) -> AllReduceCost:
-        """Return what gradients of `dtype` cost, measured with sizes that such a module has."""
-        if self._cost is None:
-            seconds: dict[int, list[float]] = {}
-            num_bytes, goes_on = _SMALLEST_BYTES, True
-            while goes_on:
-                seconds[num_bytes] = self._times(num_bytes, dtype)
-                is_slow = statistics.median(seconds[num_bytes]) > _SLOW_S
-                num_bytes *= _GROWTH
-                is_enough = num_bytes > min(module_bytes, _LARGEST_BYTES) and len(seconds) > 1
-                goes_on = self.collectives.broadcast_json(not (is_slow or is_enough))
-            self._cost = AllReduceCost.fit(seconds)
-        return self._cost
-
-    def _times(self, num_bytes: int, dtype: torch.dtype) -> list[float]:
+def measure_cost(reduction: Reduction, clock: Clock, *, dtype: torch.dtype, module_bytes: int) -> AllReduceCost:
+    """Return what `reduction` costs, casts included, for gradients of `dtype` in sizes of such a module. Collective."""
+    collectives = reduction.collectives
+    seconds: dict[int, list[float]] = {}
+    num_bytes, goes_on = _SMALLEST_BYTES, True
+    while goes_on:
         members = [torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device="meta")]
-        bucket = BufferedBucket(members, arrivals=Arrivals(0), num_flags=0, device=self.collectives.device)
-        return self.clock.times(
-            lambda: self.reduction.start(bucket, index=0, is_last=False).wait(), number=_NUM_REPETITIONS
-        )
+        bucket = BufferedBucket(members, num_flags=0, device=collectives.device)
+        start = partial(reduction.start, bucket, index=0, is_last=False)
+        seconds[num_bytes] = clock.times(lambda start=start: start().wait(), number=_NUM_REPETITIONS)  # type: ignore[misc]
+        is_slow = statistics.median(seconds[num_bytes]) > _SLOW_S
+        num_bytes *= _GROWTH
+        is_enough = num_bytes > min(module_bytes, _LARGEST_BYTES) and len(seconds) > 1
+        goes_on = collectives.broadcast_json(not (is_slow or is_enough))
+    return AllReduceCost.fit(seconds)
 
 
 def measure_wires(
@@ -87,10 +73,10 @@ def measure_wires(
         "int8": QuantizedMeanReduction(collectives),
     }
     costs: dict[str, AllReduceCost] = {}
+    clock = clock_of(collectives.device)
     for name, reduction in reductions.items():
         progress(f"gradients as {name} ...")
-        meter = CostMeter(reduction, collectives=collectives, clock=clock_of(collectives.device))
-        costs[name] = meter.measure(dtype=torch.float32, module_bytes=module_bytes)
+        costs[name] = measure_cost(reduction, clock, dtype=torch.float32, module_bytes=module_bytes)
         reduction.close()
     return costs
 
@@ -99,7 +85,7 @@ def measure_wires(
 NUM_WARM_UP = 3
 NUM_OBSERVED = 5
 
-# Less than this share of a backward is not worth changing plans for, nor could it be measured.
+# Less than this fraction of a backward is not worth changing plans for, nor could it be measured.
 _WORTHWHILE = 0.01
 
 
@@ -114,7 +100,7 @@ class _Observation:
 
 
 @dataclass(kw_only=True, eq=False)
-class PlanTuner(BackwardObserver):
+class PlanTuner:
     """Finds the best plan for one set of trainable parameters (Note: tuning)."""
 
     plans: PlanCache
@@ -148,7 +134,7 @@ class PlanTuner(BackwardObserver):
             self._observed.append(self._current)
 
     def end(self) -> Sequence[BucketSpec] | None:
-        """Count a backward that has ended, well or not; return the plan for the next one if it changes."""
+        """Count a backward that has ended; return the plan for the next one if it changes."""
         self._current = None
         if self.is_settled:
             return None
@@ -164,7 +150,7 @@ class PlanTuner(BackwardObserver):
         return self._propose() if phase == 1 else self._decide()
 
     def close(self) -> None:
-        """Stop observing; the plan stays as it is."""
+        """Stop measuring; the plan stays as it is."""
         self.is_settled = True
         self._current = None
         self._observed.clear()
@@ -179,8 +165,8 @@ class PlanTuner(BackwardObserver):
     def _propose(self) -> Sequence[BucketSpec] | None:
         dense = [i for i in self._members if not self.plans.specs[i].sparse]
         largest = max(dense, key=lambda i: self.plans.specs[i].num_bytes)
-        cost = self.plans.meter.measure(
-            dtype=self.plans.params[largest].dtype, module_bytes=sum(self.plans.specs[i].num_bytes for i in dense)
+        cost = self.plans.cost_of(
+            self.plans.params[largest].dtype, module_bytes=sum(self.plans.specs[i].num_bytes for i in dense)
         )
         proposal = self._compute(cost) if self._collectives.rank == 0 and self._observed else None
         message = None if proposal is None else [asdict(bucket) for bucket in proposal]
@@ -200,7 +186,7 @@ class PlanTuner(BackwardObserver):
         cost = cost_until(profile, first, end_s=statistics.median(self._first_s))
         plan = optimal_plan(profile, cost=cost)
         first_s, best_s = (simulate(profile, p, cost).end_s for p in (first, plan))
-        # With the costs that the plan is computed for: whoever simulates plans later sees what is expected here.
+        # With the costs that the plan is computed for: later simulations then predict the same.
         self.profile = replace(profile, cost=cost)
         if first_s - best_s < _WORTHWHILE * profile.backward_s:
             self.decision = f"{len(first)} buckets of up to 25 MiB stay, no other plan promises to be faster"
@@ -213,9 +199,9 @@ class PlanTuner(BackwardObserver):
         return [replace(bucket, members=tuple(order[i] for i in bucket.members)) for bucket in plan]
 
     def _profile(self, cost: AllReduceCost) -> tuple[list[int], Profile]:
-        """Return the parameters in order of arrival, and what was seen of them.
+        """Return the parameters in order of arrival, and what was measured of them.
 
-        What was missing once may be missing again, and a bucket waits for all its members: it counts as missing.
+        A gradient that was missing once counts as missing, because a bucket waits for all its members.
         """
         seconds = self._clock.seconds
         ready_s = {
@@ -255,15 +241,15 @@ class PlanTuner(BackwardObserver):
     def _settle(self) -> None:
         self.close()
         if self._collectives.rank == 0:
-            self.plans.say(f"bucketddp: {self.decision}.")
+            self.plans.report(f"bucketddp: {self.decision}.")
 
 
-# A plan not used for so many backwards belongs to a phase of training that is over. Alternating optimizers come back
-# to theirs much sooner.
+# A plan not used for so many backwards belongs to a phase of training that is over. Alternating optimizers use theirs
+# much sooner.
 _FORGET_PLAN_AFTER = 64
 
-# Gradients of this size are reduced where they are. Copying one costs a host much of what its reduction does, and an
-# accelerator next to nothing but the memory.
+# Gradients of this size are reduced where they are: on a host copying one costs nearly as much as reducing it, on an
+# accelerator little but memory.
 _ALONE_FROM_BYTES = {"cpu": 4 * MIB, "accelerator": 32 * MIB}
 
 Trainable = tuple[bool, ...]
@@ -271,19 +257,20 @@ Trainable = tuple[bool, ...]
 
 @dataclass(eq=False)
 class PlanCache:
-    """Makes plans, remembers them, and changes to better ones (Note: tuning). Fields are arguments of `Reducer`."""
+    """Makes and caches plans, and changes to better ones (Note: tuning). Fields are arguments of `Reducer`."""
 
     replicas: Replicas
     config: ReducerConfig
     reduction: Reduction
     stats: ReducerStats
     clock: Clock
-    say: Callable[[str], None]
+    report: Callable[[str], None]
     maker: BucketMaker | None
     description: str = "no plan yet"
-    # What was measured last for `bucket_cap_mb="auto"`, and what was decided then, in words; on rank 0 only.
+    # What was measured last for `bucket_cap_mb="auto"`, and the decision in words; on rank 0 only.
     profile: Profile | None = None
     tuning: str = ""
+    _cost: AllReduceCost | None = None
     _bucket_sets: dict[Trainable, BucketSet] = field(default_factory=dict)
     _better: dict[Trainable, Sequence[BucketSpec]] = field(default_factory=dict)
     _tuners: dict[Trainable, PlanTuner] = field(default_factory=dict)
@@ -297,13 +284,18 @@ class PlanCache:
         ]
         self.params = list(parameters.values())
         self.collectives = self.replicas.collectives
-        self.meter = CostMeter(self.reduction, self.collectives, self.clock)
+
+    def cost_of(self, dtype: torch.dtype, *, module_bytes: int) -> AllReduceCost:
+        """Return what reductions cost, which is measured once. Collective."""
+        if self._cost is None:
+            self._cost = measure_cost(self.reduction, self.clock, dtype=dtype, module_bytes=module_bytes)
+        return self._cost
 
     def describe_outlook(self) -> str:
-        """Return how much will be planned, and into how many buckets if gradients arrive in the usual order."""
+        """Describe the first plan, as it will be if gradients arrive in the usual order."""
         members = [index for index in reversed(range(len(self.params))) if self.params[index].requires_grad]
         gradients = f"{sum(self.specs[index].num_bytes for index in members) / MIB:.2f} MiB of gradients"
-        if self.maker is not None:  # its optimizers, which are not known yet, have a say in it
+        if self.maker is not None:  # it depends on optimizers, which are not known yet
             return gradients
         plan = plan_buckets(self.specs, arrived=members, missing=[], caps=self.config.caps)
         return f"{pluralize(len(plan), 'bucket')} planned for {gradients},"
@@ -316,7 +308,7 @@ class PlanCache:
         )
 
     def close(self) -> None:
-        """Let go of the buffers, and observe nothing any more."""
+        """Drop the buffers, and stop all tuners."""
         for tuner in self._tuners.values():
             tuner.close()
         self._tuners.clear()
@@ -325,7 +317,7 @@ class PlanCache:
 
     def tuner(self, trainable: Trainable) -> PlanTuner | None:
         """Return the tuner of this set, as long as its plan may still change."""
-        # Hashing a set of thousands of parameters takes time, in every step: an empty dictionary is not asked.
+        # Hashing a set of thousands of parameters takes time in every step, which an empty dictionary saves.
         return self._tuners.get(trainable) if self._tuners else None
 
     def is_settled(self, trainable: Trainable) -> bool:
@@ -333,7 +325,7 @@ class PlanCache:
         return trainable in self._bucket_sets and trainable not in self._tuners and trainable not in self._better
 
     def will_change(self, trainable: Trainable) -> bool:
-        """Return whether the next `bucket_set` makes new buffers: who holds the old ones should let go of them."""
+        """Return whether the next `bucket_set` makes new buffers: then drop the old ones first."""
         return bool(self._better) and trainable in self._better
 
     def bucket_set(self, trainable: Trainable) -> BucketSet | None:
@@ -342,8 +334,8 @@ class PlanCache:
             # Gradients that are still in the old buffers are copied like any others.
             old = self._bucket_sets.pop(trainable)
             num_firings, streams = old.num_firings, old.streams
-            del old
-            # One that goes back to the first plan has no tuner any more.
+            del old  # before there are new buffers
+            # The first plan, if it was better after all, has no tuner any more.
             origin = ", computed" if trainable in self._tuners else ""
             self._place(trainable, self._better.pop(trainable), num_firings, streams, origin=origin)
         bucket_set = self._bucket_sets.get(trainable)
@@ -352,7 +344,7 @@ class PlanCache:
         return bucket_set
 
     def make(self, trainable: Trainable, order: Sequence[int], streams: set[torch.cuda.Stream]) -> BucketSet:
-        """Plan from the `order` in which hooks fired in a backward, each as often as it did, and on which `streams`."""
+        """Plan from the `order` in which hooks fired in a backward, repetitions included, and on which `streams`."""
         self.replicas.agree()
         in_order_of_last_arrival = list(dict.fromkeys(reversed(order)))[::-1]
         arrived: list[int] = self.collectives.broadcast_json(in_order_of_last_arrival)
@@ -362,22 +354,15 @@ class PlanCache:
         if self.maker is None:
             plan = plan_buckets(self.specs, arrived=arrived, missing=missing, caps=self.config.caps)
         else:
-            plan = self.maker.plan(
-                self.specs,
-                self.params,
-                arrived=arrived,
-                missing=missing,
-                caps=self.config.caps,
-                alignment=self.config.alignment,
-            )
+            plan = self.maker.plan(self.specs, self.params, arrived=arrived, missing=missing, config=self.config)
         oldest = self.stats.num_backwards - _FORGET_PLAN_AFTER
         for unused in [key for key, known in self._bucket_sets.items() if known.last_used < oldest]:
             del self._bucket_sets[unused]
             self._better.pop(unused, None)
             if unused in self._tuners:
                 self._tuners.pop(unused).close()
-        # Another plan would move optimizer state between ranks; a communication hook keeps state by bucket; and who
-        # wants runs to repeat wants no plan that depends on time.
+        # Another plan would move optimizer state between ranks; a communication hook keeps state by bucket; and runs
+        # that are to be deterministic must not depend on time.
         config = self.config
         is_auto = config.bucket_cap_mb == AUTO and config.overlap and not torch.are_deterministic_algorithms_enabled()
         is_free = self.maker is None and config.comm_hook is None and self.collectives.world_size > 1
@@ -385,9 +370,8 @@ class PlanCache:
             self._tuners[trainable] = PlanTuner(plans=self, first_plan=plan)
         return self._place(trainable, plan, Counter(order), streams)
 
-    def end_backward(self, trainable: Trainable) -> None:
-        """Count a backward that was observed and has ended, well or not, on all ranks."""
-        tuner = self._tuners[trainable]
+    def end_backward(self, trainable: Trainable, tuner: PlanTuner) -> None:
+        """Count a backward that `tuner` has measured, and that has ended on all ranks."""
         better = tuner.end()
         if better is not None:
             self._better[trainable] = better
@@ -414,10 +398,10 @@ class PlanCache:
             collectives=self.collectives,
             config=self.config,
             maker=self.maker,
+            version=self.stats.num_plans + 1,
+            last_used=self.stats.num_backwards,
         )
-        bucket_set.last_used = self.stats.num_backwards
         self.stats.num_plans += 1
-        bucket_set.version = self.stats.num_plans
         self.description = f"{bucket_set}{origin}"
         if self.collectives.rank == 0:
             log.info("bucketddp: plan %d: %s", self.stats.num_plans, self.description)

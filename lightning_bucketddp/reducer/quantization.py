@@ -1,13 +1,12 @@
 """The mean of gradients that travel as int8: in blocks of 256, each with a scale of its own.
 
-The largest number of a block, without its sign, becomes 127, and all others are rounded to the nearest multiple of a
-127th of it. One that is not finite makes the scale of its block infinite or nan, and so all of the block.
+The largest absolute value of a block becomes 127, and all others are rounded to the nearest multiple of a 127th of it.
+A number that is not finite makes the scale of its block infinite or nan, and so the whole block.
 
 Note: two exchanges
-    All ranks decode the same bytes, so replicas stay equal. Each rank gets its row of blocks of all ranks, and gives
-    their mean to all, as blocks again. Two ranks give each other all they have, and do not round the mean; nor is it
-    rounded where each rank keeps a share only. Flags travel beside it, as they are: what they say of numbers that are
-    not finite must not be mixed.
+    All ranks decode the same bytes, so replicas stay equal. Each rank receives its row of blocks from all ranks, and
+    sends their mean to all, as blocks again. Two ranks exchange all blocks at once, and do not round the mean; nor is
+    it rounded where each rank keeps a shard only. Flags travel beside it unquantized.
 
     The second exchange begins when the first has ended on this rank, in bucket order on all ranks. A GPU waits in a
     stream of ours, in which the rest is queued when the bucket leaves; no thread may queue it there
@@ -36,23 +35,22 @@ from lightning_bucketddp.processes import Worker
 from lightning_bucketddp.reducer.bucket import DenseBucket
 from lightning_bucketddp.reducer.reduction import CommHookReduction, MeanReduction, PendingReduction, Reduction
 
-# A little less than a 127th: the largest number that a dtype has must not become infinite.
+# A little less than a 127th: the largest number of a dtype must not become infinite.
 _SCALE_OF_LARGEST = (1 - 2**-22) / 127
 # A block whose largest number is smaller is zero: its scale would have no inverse.
 _SMALLEST = 1e-30
 _SCALE_BYTES = 4
-# How many numbers are in work at a time, which bounds the memory for it.
+# How many numbers are computed at a time, which bounds the temporary memory.
 _NUMEL_AT_A_TIME = {"cpu": 2**20, "accelerator": 2**24}
 
 
 class Blocks:
-    """Numbers in rows of equally many, as bytes: of each row first the integers of all blocks, then their scales.
+    """Numbers in rows of equal length, as bytes: in each row the integers of all blocks, then their scales.
 
     Args:
         numel: how many numbers there are; the last rows may have room for more.
-        num_rows: how many rows there are.
-        row_numel: how many numbers go into each; its last block is filled up.
-        memory: where the bytes lie, all zero; None: in memory of their own.
+        row_numel: the length of a row; its last block is padded.
+        memory: zeros, in which the bytes are; None: they are allocated.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class Blocks:
     ) -> None:
         num_blocks = -(-row_numel // BLOCK_NUMEL)
         row_bytes = num_blocks * (BLOCK_NUMEL + _SCALE_BYTES)
-        # Zeros: what fills up a block must never hold anything else.
+        # Zeros: the padding of a block must never hold anything else.
         if memory is None:
             memory = torch.zeros(num_rows * row_bytes, dtype=torch.uint8, device=device)
         self.bytes = memory
@@ -68,34 +66,34 @@ class Blocks:
         self._integers = integers.view(torch.int8).view(num_rows, num_blocks, BLOCK_NUMEL)
         self._scales = scales.view(torch.float32).unsqueeze(-1)
         self._max_blocks = _NUMEL_AT_A_TIME["cpu" if device.type == "cpu" else "accelerator"] // BLOCK_NUMEL
-        self._parts = list(self._divide(numel, row_numel))
+        self._slabs = list(self._divide(numel, row_numel))
 
     def encode(self, numbers: Tensor) -> None:
-        for part in self._parts:
-            _encode(part.of(numbers), part.integers, part.scales)
+        for slab in self._slabs:
+            _encode(slab.of(numbers), slab.integers, slab.scales)
 
     def decode(self, numbers: Tensor) -> None:
-        for part in self._parts:
-            torch.mul(part.integers, part.scales, out=part.of(numbers))
+        for slab in self._slabs:
+            torch.mul(slab.integers, slab.scales, out=slab.of(numbers))
 
     def encode_mean(self, of: Blocks, *, row: int) -> None:
-        """Take over the mean of the rows of others, as one row."""
+        """Encode the mean of all rows of another as one row."""
         for blocks, mean in of.means():
             _encode(mean, self._integers[row, blocks], self._scales[row, blocks])
 
     def decode_mean(self, numbers: Tensor) -> None:
         for blocks, mean in self.means():
-            part = numbers[blocks.start * BLOCK_NUMEL :][: mean.numel()]
-            part.copy_(mean.view(-1)[: part.numel()])
+            place = numbers[blocks.start * BLOCK_NUMEL :][: mean.numel()]
+            place.copy_(mean.view(-1)[: place.numel()])
 
     def means(self) -> Iterator[tuple[slice, Tensor]]:
-        """Return the mean of all rows in fp32, some blocks at a time."""
+        """Yield the mean of all rows in fp32, some blocks at a time."""
         num_rows, num_blocks, _ = self._integers.shape
         for blocks in self._at_a_time(num_rows, num_blocks):
             yield blocks, _sum(self._integers[:, blocks], self._scales[:, blocks] / num_rows)
 
-    def _divide(self, numel: int, row_numel: int) -> Iterator[_Part]:
-        """Divide the numbers into parts, of rows of one length and of blocks of one size."""
+    def _divide(self, numel: int, row_numel: int) -> Iterator[_Slab]:
+        """Divide the numbers into rows of one length and blocks of one size."""
         num_whole, num_in_last = divmod(numel, row_numel)
         for num_rows, first_row, length in ((num_whole, 0, row_numel), (1, num_whole, num_in_last)):
             if num_rows == 0 or length == 0:
@@ -107,11 +105,11 @@ class Blocks:
             for blocks in self._at_a_time(num_rows, num_full):
                 shape = (num_rows, blocks.stop - blocks.start, BLOCK_NUMEL)
                 offset = start + blocks.start * BLOCK_NUMEL
-                yield _Part(shape, row_numel, offset, integers[:, blocks], scales[:, blocks])
+                yield _Slab(shape, row_numel, offset, integers[:, blocks], scales[:, blocks])
             if rest:
                 last = slice(num_full, num_full + 1)
                 offset = start + num_full * BLOCK_NUMEL
-                yield _Part((num_rows, 1, rest), row_numel, offset, integers[:, last, :rest], scales[:, last])
+                yield _Slab((num_rows, 1, rest), row_numel, offset, integers[:, last, :rest], scales[:, last])
 
     def _at_a_time(self, num_rows: int, num_blocks: int) -> Iterator[slice]:
         step = max(self._max_blocks // num_rows, 1)
@@ -119,7 +117,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Slab:
     """Some of the numbers, by row and block, with their integers and scales."""
 
     shape: tuple[int, int, int]
@@ -153,12 +151,12 @@ def _sum(integers: Tensor, scales: Tensor) -> Tensor:
 
 
 class QuantizedMeanReduction(Reduction):
-    """The mean over the ranks; gradients travel as `int8`, in blocks. They arrive in their own dtype."""
+    """The mean over the ranks; gradients travel as `int8` and arrive in their own dtype."""
 
     def __init__(self, collectives: Collectives) -> None:
         super().__init__(collectives)
         self._exchanges: WeakKeyDictionary[DenseBucket, _Exchange] = WeakKeyDictionary()
-        # Who goes on after the first exchange.
+        # What runs the second exchange.
         self._stream: torch.cuda.Stream | None = None
         self._worker: Worker | None = None
         if collectives.device.type == "cuda":
@@ -175,8 +173,8 @@ class QuantizedMeanReduction(Reduction):
             return PendingReduction(flags.nbytes, None, pending_flags)
         exchange = self._exchanges.get(bucket)
         if exchange is None:
-            if bucket.shares is not None:
-                exchange = _ForShards(self.collectives, numbers.numel(), bucket.shares)
+            if bucket.sharding is not None:
+                exchange = _ForShards(self.collectives, numbers.numel(), bucket.sharding)
             else:
                 kind = _ForAll if self.collectives.world_size > 2 else _ForTwo
                 exchange = kind(self.collectives, numbers.numel())
@@ -188,7 +186,7 @@ class QuantizedMeanReduction(Reduction):
     def _follow(
         self, first: Pending, exchange: _Exchange, numbers: Tensor
     ) -> tuple[Pending, Callable[[], None] | None]:
-        """Start what follows the first exchange; return its end, and what is left to do then."""
+        """Queue what follows the first exchange; return what to wait for, and what to call then."""
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 first.wait()
@@ -207,7 +205,7 @@ class QuantizedMeanReduction(Reduction):
 
 
 def reduction_of(config: ReducerConfig, collectives: Collectives) -> Reduction:
-    """Return what takes means over the ranks of `collectives`, or has a communication hook do it."""
+    """Return the reduction that `config` asks for."""
     if config.comm_hook is not None:
         return CommHookReduction(collectives, config.comm_hook, config.comm_state)
     dtype = REDUCE_DTYPES.get(config.reduce_dtype or "")
@@ -230,7 +228,7 @@ class _Following:
 
 
 class _ForAll:
-    """Each rank computes the mean of one row, and gives it to all (Note: two exchanges)."""
+    """Each rank computes the mean of one row, and sends it to all (Note: two exchanges)."""
 
     def __init__(self, collectives: Collectives, numel: int) -> None:
         self._collectives = collectives
@@ -245,7 +243,7 @@ class _ForAll:
         return self._collectives.start_all_to_all(self._received.bytes, self._sent.bytes, owner=None)
 
     def start_second(self, collectives: Collectives) -> Pending:
-        """Start to give all ranks the mean of the rows that have come."""
+        """Start to send the mean of the received rows to all ranks."""
         self._sent.encode_mean(self._received, row=collectives.rank)
         return collectives.start_gather_of_shards(self._sent.bytes, owner=None)
 
@@ -254,7 +252,7 @@ class _ForAll:
 
 
 class _ForTwo:
-    """Both ranks get all that the other has, which is as much as two exchanges of halves, and rounded once."""
+    """Two ranks exchange all blocks: the same bytes as in two exchanges of halves, rounded once."""
 
     def __init__(self, collectives: Collectives, numel: int) -> None:
         self._collectives = collectives
@@ -273,12 +271,12 @@ class _ForTwo:
 
 
 class _ForShards:
-    """Each rank keeps the mean of its share, which is rounded once."""
+    """Each rank keeps the mean of its shard, which is rounded once."""
 
     def __init__(self, collectives: Collectives, numel: int, sharding: Sharding) -> None:
         self._collectives = collectives
         self._owner = sharding.owner
-        self._share = slice(*sharding.bounds(numel)[collectives.rank])
+        self._shard = slice(*sharding.bounds(numel)[collectives.rank])
         num_ranks = collectives.world_size
         row_numel = numel // num_ranks if sharding.owner is None else numel
         self._receives = sharding.owner in (None, collectives.rank)
@@ -293,7 +291,7 @@ class _ForShards:
 
     def finish(self, numbers: Tensor) -> None:
         if self._receives:
-            self._received.decode_mean(numbers[self._share])
+            self._received.decode_mean(numbers[self._shard])
 
 
 _Exchange = _ForAll | _ForTwo | _ForShards
@@ -306,7 +304,7 @@ GPU_CODECS: Codecs = {
 }
 _NUMEL = {"cpu": MIB, "cuda": 4 * MIB}
 _NUM_IN_A_ROW, _NUM_MEASURED = 3, 5
-# How many rows are added up makes no difference: together they have as many numbers as a bucket.
+# The number of rows makes no difference: together they have as many numbers as a bucket.
 _NUM_RANKS = 2
 
 
@@ -333,8 +331,8 @@ def measure_codecs(device: torch.device) -> Codecs:
     encode = s_per_byte(lambda: sent.encode(numbers))
     mean = s_per_byte(lambda: sent.encode_mean(received, row=0))
     decode = s_per_byte(lambda: sent.decode(numbers))
-    # On a GPU the rest is in a stream of its own, in which one bucket comes after the other. On a host the mean is
-    # computed by a thread while the next bucket travels.
+    # On a GPU the mean is computed in a stream of its own, one bucket after the other; on a host by a thread, while the
+    # next bucket travels.
     is_gpu = device.type == "cuda"
     int8 = Codec(encode, 0.0, mean + decode) if is_gpu else Codec(encode, mean + decode)
     return {"bf16": cast, "fp16": cast, "int8": int8}

@@ -1,12 +1,11 @@
-"""From gradients to averaged gradients: where a backward begins, what each gradient leads to, and how it ends.
+"""Average gradients while backward runs: how a backward begins, what each gradient triggers, and how it ends.
 
 The first synchronised backward launches nothing. It records in which order gradients arrive and how often each hook
-fires; when it ends the plan is made in the order that rank 0 saw. So does each further set of trainable parameters.
+fires; when it ends the plan is made in the order of rank 0. The same happens for each new set of trainable parameters.
 
 Note: failed backwards
-    When a backward raises on a rank, nobody may step: the others have gradients in which that rank's are missing. So it
-    does not take part in what is left of the exchange, and the others, who wait for it, learn why. Whoever marks a
-    backward sees to that.
+    When a backward raises on a rank, no rank may step: the others have gradients in which that rank's are missing. So
+    it does not take part in the rest of the exchange. The caller of `backward` notifies the others, who wait.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +32,6 @@ from lightning_bucketddp.reducer.observer import (
     BackwardObserver,
     Clock,
     ReducerStats,
-    all_of,
     clock_of,
     is_being_captured,
     profiler_span,
@@ -51,11 +48,11 @@ class Reducer:
 
     Args:
         replicas: the module's parameters; the caller has made the ranks agree on them.
-        weighting: how much each rank counts; None: all of them the same, always.
-        maker: plans and makes buckets in our place; None: there is none.
-        finiteness: looks for what is not finite; None: as `config` says.
-        clock: what time is measured by for `bucket_cap_mb="auto"`; None: that of the parameters' device.
-        say: tells the user on rank 0, in one line, what was decided.
+        weighting: how much each rank counts; None: always the same.
+        maker: plans and makes sharded buckets; None: there are none.
+        finiteness: finds losses and gradients that are not finite; None: one is made from `config`.
+        clock: measures time for `bucket_cap_mb="auto"`; None: the clock of the parameters' device.
+        report: logs a decision in one line, on rank 0.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class Reducer:
         maker: BucketMaker | None = None,
         finiteness: Finiteness | None = None,
         clock: Clock | None = None,
-        say: Callable[[str], None] = log.info,
+        report: Callable[[str], None] = log.info,
     ) -> None:
         replicas.check_trainable()
         self.stats = ReducerStats()
@@ -77,29 +74,25 @@ class Reducer:
         self.replicas = replicas
         self.weighting = weighting
         self.maker = maker
-        self._say = say
+        self._report = report
         self._collectives = replicas.collectives
         self.params = list(replicas.parameters.values())
         self.uses_hook = config.comm_hook is not None
         of_gradients = self._collectives if self.uses_hook else self._collectives.gradient_group()
-        self._reduction = reduction = reduction_of(config, of_gradients)
+        self._reduction = reduction_of(config, of_gradients)
         self._holds = not config.overlap  # all buckets wait for the end of a backward
-        shares_group = of_gradients is self._collectives and of_gradients.world_size > 1 and not self._holds
-        self._foreign = self._collectives.foreign if shares_group else ForeignCollectives(None)
+        is_shared = of_gradients is self._collectives and of_gradients.world_size > 1 and not self._holds
+        self._foreign = self._collectives.foreign if is_shared else ForeignCollectives(None)
         self._num_foreign = 0  # when the backward began
         self._device = self._collectives.device
         clock = clock or clock_of(self._device)
-        self.plans = PlanCache(replicas, config, reduction, self.stats, clock, say, maker)
-        # What plans know of each parameter; a plan's members are indices into this.
-        self.specs = self.plans.specs
-        self._new_queue = partial(
-            LaunchQueue, reduction=reduction, finiteness=self.finiteness, stats=self.stats, foreign=self._foreign
-        )
+        self.plans = PlanCache(replicas, config, self._reduction, self.stats, clock, report, maker)
+        self.specs = self.plans.specs  # a plan's members are indices into this
         # Recorded when gradients are final.
         self._exchanged: Any = torch.Event(self._device) if self._device.type == "cuda" else None
         self._keeps_memory = False
         self._no_sync_depth = 0
-        # What was trainable in backwards that were not synchronised, since the last one that was.
+        # What was trainable in backwards without synchronisation, since the last one with it.
         self.accumulated: tuple[bool, ...] = ()
         self._backward: BackwardPass | None = None
         self.captured: CapturedBackward | None = None  # the backward is being captured (`replay`)
@@ -112,7 +105,7 @@ class Reducer:
         self._hooks = GradientHooks([] if self.is_alone else self.params, self._act_on_gradient, self.close)
 
     def close(self) -> None:
-        """Take the hooks off the parameters and let go of the buffers. Gradients stay where they are."""
+        """Remove the hooks and the buffers. Gradients stay where they are."""
         self._hooks.remove()
         self.plans.close()
         self._reduction.close()
@@ -131,18 +124,18 @@ class Reducer:
 
     @property
     def profile(self) -> Profile | None:
-        """What was measured for `bucket_cap_mb="auto"`, once that has been decided upon; on rank 0 only."""
+        """What was measured for `bucket_cap_mb="auto"`, once the plan is decided; on rank 0 only."""
         return self.plans.profile
 
     @property
     def has_exchanged(self) -> bool:
         """Whether the last exchanges, of gradients and of weights, have ended on the device, too."""
-        are_final = self._exchanged is None or bool(self._exchanged.query())
-        return are_final and (self.maker is None or self.maker.have_arrived)
+        is_final = self._exchanged is None or bool(self._exchanged.query())
+        return is_final and (self.maker is None or self.maker.have_arrived)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank only, in backwards that run inside; where forward ran does not matter."""
+        """Accumulate gradients on this rank only, in backwards inside; where forward ran does not matter."""
         self._no_sync_depth += 1
         try:
             yield
@@ -150,9 +143,9 @@ class Reducer:
             self._no_sync_depth -= 1
 
     def give_back_memory(self) -> None:
-        """Let go of buffers that no gradient is in: a forward, or a backward, begins (Note: memory between steps)."""
+        """Free buffers without gradients when a forward or a backward begins (Note: memory between steps)."""
         if is_being_captured(self._device):
-            self._keeps_memory = True  # what was captured goes on to use it
+            self._keeps_memory = True  # replays use it
         if self.bucket_set is not None and not self._keeps_memory:
             self.bucket_set.give_back()
 
@@ -160,20 +153,20 @@ class Reducer:
     def backward(self, *, takes_part: bool = True) -> Iterator[None]:
         """Run one backward inside; afterwards its gradients are final, even if no parameter took part in it.
 
-        Backwards that do not run inside are not synchronised. If one that does raises, this rank leaves the exchange
-        (Note: failed backwards). `takes_part`: the module certainly does, on all ranks; otherwise a gradient tells.
+        Backwards outside of it are not synchronised. If one inside raises, this rank leaves the exchange (Note: failed
+        backwards). `takes_part`: the module certainly does, on all ranks; otherwise its first gradient shows it.
         """
-        if self.is_alone and self.captured is not None:
-            self.captured.trainable = self.trainable()
-            yield
-            return
         if self.is_alone:
-            self.finiteness.begin()
-            self.finiteness.catch_up(self.stats)
+            if self.captured is None:
+                self.finiteness.begin()
+                self.finiteness.catch_up(self.stats)
+            else:
+                self.captured.trainable = self.trainable()
             yield
-            self.finish_alone()
+            if self.captured is None:
+                self.finish_alone()
             return
-        if self._backward is not None:  # a part of the backward around it
+        if self._backward is not None:  # it is nested in another one
             yield
             return
         self.refuse_after_failure()
@@ -184,7 +177,7 @@ class Reducer:
             self._hooks.expect_first()
         try:
             yield
-            self._look_for_user_collectives()
+            self._check_user_collectives()
         except BaseException as error:
             self.fail(error)
             raise
@@ -198,7 +191,7 @@ class Reducer:
 
     def refuse_after_failure(self) -> None:
         if self.has_failed or not self._collectives.is_open:
-            # The failure is not in the text: who catches by text ("out of memory") would catch this, too.
+            # The failure is not in the text: code that catches by text ("out of memory") would catch this, too.
             raise RuntimeError(
                 f"Rank {self._collectives.global_rank} cannot go on: a backward has failed while ranks were exchanging"
                 " its gradients. Do not catch that exception, or raise it before the backward."
@@ -207,14 +200,14 @@ class Reducer:
     def fail(self, error: BaseException) -> None:
         self._backward = None
         self._hooks.reset()
-        # Also if no gradient has come here yet: on other ranks some may have. What is captured has not begun to run.
+        # Also if no gradient has arrived here yet: on other ranks some may have. A captured backward has not run yet.
         if self._no_sync_depth == 0 and self.captured is None:
             self._failure = f"{type(error).__name__}: {error}"
 
     def settled(self) -> tuple[bool, ...] | None:
-        """Return what is trainable now if it has a plan, and no better one is being looked for; None: not so."""
+        """Return what is trainable now, or None if its plan may still change."""
         trainable = self.trainable()
-        # In a step in which something was frozen nothing is captured, nor replayed: that would give it a gradient.
+        # A step in which something was frozen is not captured or replayed: that would give it a gradient.
         is_frozen = self.accumulated and trainable != tuple([param.requires_grad for param in self.params])
         return trainable if self.is_alone or (not is_frozen and self.plans.is_settled(trainable)) else None
 
@@ -222,13 +215,13 @@ class Reducer:
         return int(not self.is_alone and id(param) in self._index_of)
 
     def trainable(self) -> tuple[bool, ...]:
-        """Return what is to be averaged: also what is frozen by now, but has accumulated gradients on each rank."""
+        """Return what is averaged: also what is frozen by now, but has accumulated gradients on each rank."""
         trainable = tuple([param.requires_grad for param in self.params])
         return tuple(map(operator.or_, trainable, self.accumulated)) if self.accumulated else trainable
 
     @property
     def has_failed(self) -> bool:
-        """Whether a backward has failed on this rank in which other ranks may be waiting: there is no next one."""
+        """Whether a backward has failed on this rank, in which other ranks may be waiting: no other one can run."""
         return bool(self._failure)
 
     @property
@@ -237,17 +230,18 @@ class Reducer:
 
     @property
     def is_synchronised(self) -> bool:
+        """Whether backwards are synchronised: none is within `no_sync`."""
         return self._no_sync_depth == 0
 
     def own_gradients(self, params: Iterable[Tensor]) -> list[str]:
-        """Return the names of those `params` to whose gradients a backward has added that this was not told of."""
+        """Return the names of those `params` whose gradients come from a backward outside of `backward`."""
         if not self._hooks.have_counted:
             return []
         indices = [self._index_of.get(id(param)) for param in params if param.grad is not None]
         return [self.specs[i].name for i in indices if i is not None and self._hooks.has_counted(i)]
 
     def _act_on_gradient(self, index: int) -> None:
-        """Handle a gradient that completes a bucket, or any as long as there is no plan."""
+        """Handle a gradient that completes a bucket, or any gradient as long as there is no plan."""
         backward = self._backward
         if backward is None:
             backward = self._begin()
@@ -284,55 +278,63 @@ class Reducer:
             if self.maker is not None and captured is None:
                 self.maker.begin_backward()
         trainable = self.trainable()
-        syncs = self._no_sync_depth == 0
+        syncs = self.is_synchronised
         if captured is None:
             self.accumulated = () if syncs else trainable
         weighting = self.weighting if captured is None else None
         has_changed = weighting is not None and weighting.begin(self.params, syncs=syncs, trainable=trainable)
         if self.plans.will_change(trainable):
-            # Not both at once, old buffers and new ones: there may be no memory for that.
+            # There may be no memory for old buffers and new ones at once.
             self.bucket_set = None
             self._hooks.begin(None)
         bucket_set = self.plans.bucket_set(trainable)
         # Without a plan nothing leaves before the backward has ended, which is early enough to compare.
         factor = self.factor_of_mean(trainable) if has_changed and bucket_set is not None else None
-        tuner = self.plans.tuner(trainable) if syncs else None
         self._hooks.begin(bucket_set)
-        is_recorded = syncs and self.observer is not NO_OBSERVER and not is_being_captured(self._device)
-        observer = all_of(tuner, self.observer if is_recorded else None)
-        queue = None
-        if syncs and bucket_set is not None:
-            queue = self._new_queue(bucket_set=bucket_set, observer=observer, num_foreign=self._num_foreign)
-        self._backward = BackwardPass(
+        observer = NO_OBSERVER if not syncs or is_being_captured(self._device) else self.observer
+        self._backward = backward = BackwardPass(
             trainable=trainable,
             syncs=syncs,
             observer=observer,
-            is_tuned=tuner is not None,
+            tuner=self.plans.tuner(trainable) if syncs else None,
             bucket_set=bucket_set,
-            queue=queue,
+            queue=None if bucket_set is None or not syncs else self._new_queue(bucket_set, observer),
             factor=factor if captured is None else 1.0,
             some_miss=syncs and weighting is not None and weighting.some_miss,
             captured=captured,
         )
         if captured is not None:
             captured.trainable, captured.syncs, captured.bucket_set = trainable, syncs, bucket_set
+        if backward.tuner is not None:
+            backward.tuner.backward_began()
         observer.backward_began()
-        return self._backward
+        return backward
 
-    def _look_for_user_collectives(self) -> None:
-        """Have buckets wait for the end of backwards from now on if there were some (Note: collectives of users)."""
+    def _new_queue(self, bucket_set: BucketSet, observer: BackwardObserver) -> LaunchQueue:
+        return LaunchQueue(
+            bucket_set=bucket_set,
+            reduction=self._reduction,
+            finiteness=self.finiteness,
+            stats=self.stats,
+            observer=observer,
+            foreign=self._foreign,
+            num_foreign=self._num_foreign,
+        )
+
+    def _check_user_collectives(self) -> None:
+        """Hold all buckets until the end of backwards if the user communicates (Note: collectives of users)."""
         if self._foreign.count() == self._num_foreign or self._holds:
             return
         if self._backward is not None and self._backward.queue is not None:
             self._backward.queue.check_order()
         self._holds = True
         if self._collectives.rank == 0:
-            self._say(
+            self._report(
                 "bucketddp: the program communicates inside backward, so gradients are exchanged when it has ended."
             )
 
     def factor_of_mean(self, trainable: tuple[bool, ...]) -> float:
-        """Return what the mean is multiplied by; raise if some rank is not in this backward, or trains other things."""
+        """Return the factor of the mean; raise if a rank is not in this backward, or has other trainable parameters."""
         if self.weighting is None:
             return 1.0
         factor, num_skipped = self.weighting.factor()
@@ -353,6 +355,9 @@ class Reducer:
                 self.bucket_set = backward.bucket_set or self.bucket_set
 
     def _make_final(self, backward: BackwardPass) -> None:
+        tuner = backward.tuner
+        if tuner is not None:
+            tuner.backward_ended()
         backward.observer.backward_ended()
         # First of all: it raises, before anything waits in vain, if some rank is not in this backward.
         factor = self.factor_of_mean(backward.trainable) if backward.factor is None else backward.factor
@@ -364,16 +369,18 @@ class Reducer:
             self.factor = factor
             if self.weighting is not None:
                 self.weighting.end()
+        if tuner is not None:
+            tuner.gradients_final()
         backward.observer.gradients_final()
         if backward.bucket_set is None:
             return
         with torch.no_grad():
             self.read_digests(backward.bucket_set)
-            if backward.is_tuned:
-                self.plans.end_backward(backward.trainable)
+            if tuner is not None:
+                self.plans.end_backward(backward.trainable, tuner)
 
     def read_digests(self, bucket_set: BucketSet) -> None:
-        """Count a backward whose gradients are final, and look for what is not finite in them."""
+        """Count a backward whose gradients are final, and check that they are finite."""
         self.stats.num_backwards += 1
         if self._exchanged is not None and not is_being_captured(self._device):
             self._exchanged.record()
@@ -382,13 +389,15 @@ class Reducer:
     def _reduce_rest(self, backward: BackwardPass, factor: float) -> None:
         if backward.queue is None:
             backward.bucket_set = self.plans.make(backward.trainable, backward.arrived, backward.streams)
-            backward.queue = self._new_queue(bucket_set=backward.bucket_set, observer=backward.observer)
-        backward.queue.launch_rest()
-        weighting, missing = self.weighting, backward.queue.missing
-        if backward.captured is not None:
-            backward.captured.missing = list(missing)
-            backward.captured.bytes_sent = sum(pending.bytes_sent for pending in backward.queue.in_flight)
-            backward.queue.wait(factor=factor, all_miss_the_same=True)
-            return
-        same = weighting is not None and weighting.compare_missing(missing, some_miss=backward.some_miss)
-        backward.queue.wait(factor=factor, all_miss_the_same=same)
+            backward.queue = self._new_queue(backward.bucket_set, backward.observer)
+        queue, captured, weighting = backward.queue, backward.captured, self.weighting
+        queue.launch_rest()
+        if captured is not None:
+            captured.missing = list(queue.missing)
+            captured.bytes_sent = sum(pending.bytes_sent for pending in queue.in_flight)
+            all_miss_the_same = True
+        else:
+            all_miss_the_same = weighting is not None and weighting.compare_missing(
+                queue.missing, some_miss=backward.some_miss
+            )
+        queue.wait(factor=factor, all_miss_the_same=all_miss_the_same)

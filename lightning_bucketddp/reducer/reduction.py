@@ -1,6 +1,6 @@
-"""How the gradients of a bucket become those that every rank shall have: of all of it, or of its share.
+"""Reductions: how a bucket gets the mean over the ranks, of all of it or of this rank's shard.
 
-A new way to reduce (fewer bits, a part for each rank) is a subclass of `Reduction`, in a file of its own.
+A new way to reduce is a subclass of `Reduction`, in a file of its own.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class PendingReduction:
     """A reduction in flight."""
 
     bytes_sent: int  # to the network, or given to a communication hook; of a reduce-scatter the half (Note: halves)
-    transfer: Pending | None  # ends when the network has done its part; None: that is not known before `wait` returns
+    transfer: Pending | None  # the collective; None: it runs in `wait`
     flags: Pending | None = None  # where they travel on their own
-    finish: Callable[[], object] | None = None  # what is left to do then
-    has_ended: bool = False  # when it was started
+    finish: Callable[[], object] | None = None  # called after the collective
+    has_ended: bool = False  # it has ended before it was returned
 
     def wait(self) -> None:
         """Make the result usable: block the host on CPU, the current stream on GPU."""
@@ -47,7 +47,7 @@ class Reduction:
     def start(self, bucket: Bucket, *, index: int, is_last: bool) -> PendingReduction:
         """Start to reduce a bucket."""
         if isinstance(bucket, SparseBucket):
-            # Everything happens in `wait`, because the sizes have to be known first; all ranks wait in bucket order.
+            # In `wait`, because the sizes have to be known first; all ranks wait in bucket order.
             return PendingReduction(bucket.num_bytes, None, finish=partial(_average_rows, bucket, self.collectives))
         return self.start_dense(bucket, index=index, is_last=is_last)
 
@@ -56,7 +56,7 @@ class Reduction:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Start nothing more."""
+        """Stop threads, if there are any."""
 
 
 def _average_rows(bucket: SparseBucket, collectives: Collectives) -> None:
@@ -85,19 +85,19 @@ class MeanReduction(Reduction):
                 self._cast_wires[bucket] = torch.empty_like(own, dtype=self.dtype)
             wire = self._cast_wires[bucket].copy_(own)
             finish = partial(own.copy_, wire)
-        if bucket.shares is None:
+        if bucket.sharding is None:
             return PendingReduction(wire.nbytes, self.collectives.start_mean(wire), finish=finish)
         num_numbers = bucket.numbers.numel()
         # Every rank needs all flags.
         flags = self.collectives.start_mean(wire[num_numbers:]) if len(wire) > num_numbers else None
-        transfer = self.collectives.start_mean_of_shard(wire[:num_numbers], owner=bucket.shares.owner)
+        transfer = self.collectives.start_mean_of_shard(wire[:num_numbers], owner=bucket.sharding.owner)
         saved = num_numbers * wire.itemsize // 2 if self.collectives.scatters else 0
         return PendingReduction(wire.nbytes - saved, transfer, flags, finish)
 
 
 @dataclass(eq=False)
 class CommHookReduction(Reduction):
-    """Whatever a communication hook makes of a bucket. Sparse gradients are averaged, as without a hook."""
+    """Reduces buckets by a communication hook. Sparse gradients are averaged, as without a hook."""
 
     hook: Callable[..., Any]
     state: object
@@ -112,8 +112,8 @@ class CommHookReduction(Reduction):
         is_on_host = self.collectives.device.type == "cpu"
         if is_on_host:
             # gloo runs a hook's callbacks in its few threads, where PowerSGD's start collectives and wait for them:
-            # with two buckets on the way their order is not the same on all ranks, and no thread may be left for them.
-            # NCCL's callbacks have run by now, in this thread.
+            # with two buckets in flight their order differs between ranks, and no thread may be left for them. NCCL's
+            # callbacks have run by now, in this thread.
             future.wait()
 
         def take_result() -> None:
@@ -129,7 +129,7 @@ class CommHookReduction(Reduction):
 
 
 class GradBucket:
-    """A bucket as `torch.distributed.GradBucket` shows it to a communication hook."""
+    """A bucket with the interface of `torch.distributed.GradBucket`, for a communication hook."""
 
     def __init__(self, bucket: BufferedBucket, *, index: int, is_last: bool) -> None:
         self._bucket = bucket
@@ -144,7 +144,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        # Not copied into the bucket: a wrapper that rounds to half precision wants that to travel.
+        # Not copied into the bucket: the half precision of a wrapper is to travel.
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:

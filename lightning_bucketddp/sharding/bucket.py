@@ -1,27 +1,26 @@
-"""Buckets of which each rank keeps a share: its part of the averaged gradients, and of the weights to step."""
+"""Buckets of which each rank keeps a shard: of the averaged gradients, and of the weights to step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.comm.collectives import Collectives, Pending
 from lightning_bucketddp.planning.plan import Sharding
-from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferLayout, InPlaceBucket
-from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver, is_being_captured
-from lightning_bucketddp.sharding.gradient import NormsOfAll, ShardedGradient, ShardingState, refuse
+from lightning_bucketddp.reducer.bucket import BufferedBucket, BufferLayout, InPlaceBucket
+from lightning_bucketddp.reducer.observer import BackwardObserver
+from lightning_bucketddp.sharding.gradient import GlobalNorms, ShardedGradient, ShardingState, is_divided, refuse
 
 
-class Shard:
+class ShardedParameter:
     """A parameter, and which of its elements each rank steps.
 
-    A bucket is cut into equal slices, one per rank. What lies in this rank's slice of a parameter is a *piece*: a
+    A bucket is cut into equal slices, one per rank. What lies in this rank's slice of a parameter is its *shard*: a
     parameter of one dimension over the same memory, whose gradient is the same range of the bucket. An optimizer that
-    works element by element steps the pieces, and has their state only. For others a rank owns all of a bucket.
+    works element by element steps the shards, and has their state only. For others a rank owns all of a bucket.
     """
 
     def __init__(self, name: str, param: nn.Parameter, ranges: Sequence[tuple[int, int]], *, rank: int) -> None:
@@ -30,21 +29,21 @@ class Shard:
         self.ranges = ranges  # by rank, in memory order
         self.own = start, stop = ranges[rank]
         self._address, self._strides = param.data_ptr(), param.stride()
-        self.weights = self.cut(param.detach())  # the memory of `piece`, in its order
-        # What is stepped here: the parameter itself, if this rank owns it whole; None: nothing of it.
-        self.piece: nn.Parameter | None = None
+        self.weights = self.cut(param.detach())  # the memory of `shard`, in its order
+        # The parameter itself if this rank owns all of it; None: it owns nothing.
+        self.shard: nn.Parameter | None = None
         if stop - start == param.numel():
-            self.piece = param
+            self.shard = param
         elif stop > start:
-            self.piece = nn.Parameter(self.weights, requires_grad=param.requires_grad)
+            self.shard = nn.Parameter(self.weights, requires_grad=param.requires_grad)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that is laid out as the parameter is."""
+        """Return this rank's shard of a tensor that is laid out as the parameter is."""
         start, stop = self.own
         return flat(whole)[start:stop]
 
     def follow_param(self) -> None:
-        """Have the piece lie in the parameter's memory, which may be another by now (`module.to`, `assign=True`)."""
+        """Move the shard to the parameter's memory, which `module.to` or `assign=True` may have replaced."""
         if self.param.stride() != self._strides:
             raise RuntimeError(
                 f"The memory format of `{self.name}` has changed from strides {self._strides} to {self.param.stride()}"
@@ -55,8 +54,8 @@ class Shard:
         if self.param.data_ptr() != self._address:
             self._address = self.param.data_ptr()
             self.weights = self.cut(self.param.detach())
-            if self.piece is not None and self.piece is not self.param:
-                self.piece.data = self.weights
+            if self.shard is not None and self.shard is not self.param:
+                self.shard.data = self.weights
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -66,196 +65,155 @@ def flat(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True, eq=False)
 class ShardedLayout:
-    """Parameters that share a bucket for good: their state lies where they do."""
+    """Parameters that share a bucket for good: their optimizer state lies where they do."""
 
-    shards: list[Shard]
+    members: list[ShardedParameter]
     buffer: BufferLayout
-    shares: Sharding
+    sharding: Sharding
     alone: bool
-
-
-@dataclass(slots=True, eq=False)
-class Gathering:
-    """What the buckets of an optimizer have in common."""
-
-    collectives: Collectives
-    norms: NormsOfAll
-    # In which the gradients of each layout are now.
-    buckets: dict[ShardedLayout, ShardedBucket] = field(default_factory=dict)
-    # A step has begun and not ended, or failed: the weights are not those of one step.
-    is_partial: bool = False
-    observer: BackwardObserver = NO_OBSERVER  # another one is set while steps are recorded
-    _exchanged: Any = None
-
-    @property
-    def has_exchanged(self) -> bool:
-        """Whether the weights of the last step have arrived on the device, too."""
-        return not self.is_partial and (self._exchanged is None or bool(self._exchanged.query()))
-
-    def exchange_weights(self) -> None:
-        """Give all ranks the weights that each has stepped."""
-        # On all ranks the same buckets in the same order: after an averaged backward they have the same gradients.
-        stepped = [
-            bucket for bucket in self.buckets.values() if any(shard.param.grad is not None for shard in bucket.shards)
-        ]
-        with torch.no_grad():
-            transfers = [bucket.start_gather() for bucket in stepped]
-            for bucket, transfer in zip(stepped, transfers, strict=True):
-                bucket.finish_gather(transfer)
-        self.norms.forget()  # some optimizers change gradients
-        self.is_partial = False
-        device = self.collectives.device
-        if device.type == "cuda" and not is_being_captured(device):
-            self._exchanged = self._exchanged or torch.Event(device)
-            self._exchanged.record()
+    bucket: ShardedBucket | None = None  # which has their gradients now; each plan has a bucket of its own
 
 
 class ShardedBucket:
-    """What both kinds of buckets below do: keep a share of gradients, and exchange weights.
+    """What both kinds of buckets below do: keep a shard of each gradient, and exchange weights.
 
-    Their `gradients` are this rank's part of each gradient.
+    `gradients` are this rank's shards.
     """
 
     layout: ShardedLayout
-    shards: Sequence[Shard]
-    gathering: Gathering
-    division: ShardingState
-    # The gradients, as real numbers in one tensor.
-    _averaged: Callable[[], Tensor]
-    # The weights, likewise; and what is done when those of all ranks are there.
-    _weights_to_gather: Callable[[], Tensor]
-    _take_weights: Callable[[], None]
+    members: Sequence[ShardedParameter]  # those of `layout` that the module still has
+    state: ShardingState
+    # Each returns one tensor of real numbers: the averaged gradients, and the weights.
+    _gradients_to_gather: Callable[[], Tensor]
+    weights_to_gather: Callable[[], Tensor]
+    # Called when the weights of all ranks have arrived.
+    take_weights: Callable[[], None]
 
     def divided_gradients(self) -> list[ShardedGradient]:
-        """Return the gradients of members that are divided; refuse one of an earlier backward: what it was is gone."""
-        gradients = [shard.param.grad for shard in self.layout.shards]
-        divided = [one for one in gradients if isinstance(one, ShardedGradient) and one.division.is_divided]
+        """Return the divided gradients of all members; refuse those of an earlier backward, which are overwritten."""
+        divided = [grad for member in self.layout.members if is_divided(grad := member.param.grad)]
         for one in divided:
-            if one.division is not self.division:
+            if one.state is not self.state:
                 refuse(one, "grad = (a gradient of an earlier backward)")
         return divided
 
-    def _keep_share(self) -> None:
-        """End a backward: from now on the gradients are divided."""
-        self.division.is_divided = True
-        self.gathering.norms.forget()
-        self.gathering.buckets[self.layout] = self
-
     def gather_gradients(self) -> None:
-        """Give all ranks the gradients that each has averaged: a backward is to add to them, as without sharding."""
-        averaged = self._averaged()
-        self.gathering.collectives.start_gather_of_shards(averaged, owner=self.layout.shares.owner).wait()
-        self.division.is_divided = False
-        self.gathering.norms.forget()
+        """Give all ranks the averaged gradients: a backward is about to add to them, as without sharding."""
+        norms, owner = self.state.norms, self.layout.sharding.owner
+        norms.collectives.start_gather_of_shards(self._gradients_to_gather(), owner=owner).wait()
+        self.state.is_divided = False
+        norms.forget()
 
-    def start_gather(self) -> Pending:
-        weights = self._weights_to_gather()
-        transfer = self.gathering.collectives.start_gather_of_shards(weights, owner=self.layout.shares.owner)
-        self.gathering.observer.gather_started(self, transfer, weights.nbytes)
-        return transfer
+    def _divide_gradients(self) -> None:
+        """End a backward: from now on the gradients are divided."""
+        self.state.is_divided = True
+        self.state.norms.forget()
+        self.layout.bucket = self
 
-    def finish_gather(self, transfer: Pending) -> None:
-        """Wait for the weights, and write them to where the parameters are."""
-        self.gathering.observer.gather_awaited(self)
+
+def exchange_weights(buckets: Sequence[ShardedBucket], observer: BackwardObserver) -> None:
+    """Give all ranks the weights that each has stepped."""
+    transfers = []
+    for bucket in buckets:
+        weights, collectives = bucket.weights_to_gather(), bucket.state.norms.collectives
+        transfers.append(collectives.start_gather_of_shards(weights, owner=bucket.layout.sharding.owner))
+        observer.gather_started(bucket, transfers[-1], weights.nbytes)
+    for bucket, transfer in zip(buckets, transfers, strict=True):
+        observer.gather_awaited(bucket)
         transfer.wait()
-        self._take_weights()
-        self.gathering.observer.gather_ended(self)
+        bucket.take_weights()
+        observer.gather_ended(bucket)
 
 
 class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
     """Dense gradients side by side in one buffer, through which the weights travel back.
 
-    `shards` are those members of `layout` that the module still has, and `idle` the positions of those among them that
-    are not trained at the moment.
+    `idle` are the positions of members that are not trained at the moment.
     """
 
     def __init__(
         self,
         layout: ShardedLayout,
-        shards: Sequence[Shard],
-        gathering: Gathering,
+        members: Sequence[ShardedParameter],
+        norms: GlobalNorms,
         *,
         idle: Collection[int],
         **options: Any,
     ) -> None:
-        self.layout, self.shards, self.gathering = layout, shards, gathering
-        self.shares = layout.shares
-        self.division = ShardingState(gathering.collectives, gathering.norms)
+        self.layout, self.members = layout, members
+        self.sharding = layout.sharding
+        self.state = ShardingState(norms)
         self._idle = idle
-        offset_of = dict(zip(layout.shards, layout.buffer.offsets, strict=True))
-        buffer = BufferLayout([offset_of[shard] for shard in shards], layout.buffer.numel)
-        super().__init__([shard.param for shard in shards], layout=buffer, **options)
+        offset_of = dict(zip(layout.members, layout.buffer.offsets, strict=True))
+        buffer = BufferLayout([offset_of[member] for member in members], layout.buffer.numel)
+        super().__init__([member.param for member in members], layout=buffer, **options)
         self._own = [view.own for view in self.views if isinstance(view, ShardedGradient)]
-        self._share = slice(*layout.shares.bounds(self.numbers.numel())[gathering.collectives.rank])
-        self._share_of_gradients = self.numbers[:0]
+        self._own_slice = slice(*layout.sharding.bounds(self.numbers.numel())[norms.collectives.rank])
+        self._kept_gradients = self.numbers[:0]  # while weights are in their place
 
     @property
     def gradients(self) -> list[Tensor]:
         return self._own
 
     def _view(self, buffer: Tensor, position: int) -> Tensor:
-        shard, offset = self.shards[position], self._offsets[position]
-        own = buffer[offset + shard.own[0] : offset + shard.own[1]]
-        return ShardedGradient.over(super()._view(buffer, position), own=own, division=self.division, name=shard.name)
+        member, offset = self.members[position], self._offsets[position]
+        own = buffer[offset + member.own[0] : offset + member.own[1]]
+        return ShardedGradient.over(super()._view(buffer, position), own=own, state=self.state, name=member.name)
 
     def collect(self) -> list[int]:
-        # What is not trained is not averaged, either: its gradient stays what it is.
-        idle_gradients = {position: self._take_out(position) for position in self._idle}
+        # Idle members are not averaged: they keep their gradients, in memory of their own, because the base class
+        # counts references to the views.
+        idle_gradients = {}
+        for position in self._idle:
+            gradient, self.params[position].grad = self.params[position].grad, None
+            is_view = isinstance(gradient, ShardedGradient)
+            idle_gradients[position] = gradient.plain().clone() if is_view else gradient  # type: ignore[union-attr]
+            del gradient
         with torch._C.DisableTorchFunctionSubclass():
             missing = super().collect()
-        for position, gradient in idle_gradients.items():
-            self.params[position].grad = gradient
-        # Another one: gradients of before, which somebody has kept, stay divided.
-        self.division = ShardingState(self.gathering.collectives, self.gathering.norms)
+        for position, kept in idle_gradients.items():
+            self.params[position].grad = kept
+        # A new state: gradients of earlier backwards, which the user has kept, stay divided.
+        self.state = ShardingState(self.state.norms)
         for view in self.views:
-            view.division = self.division  # type: ignore[attr-defined]
+            view.state = self.state  # type: ignore[attr-defined]
         if idle := [position for position in missing if position in self._idle]:
             self.zero(idle)  # weights have travelled there
-        return [position for position in missing if position not in self._idle] if idle else missing
-
-    def _take_out(self, position: int) -> Tensor | None:
-        """Take the gradient from a member; return it, in memory of its own: `collect` counts references to views."""
-        gradient, self.params[position].grad = self.params[position].grad, None
-        return gradient.plain().clone() if isinstance(gradient, ShardedGradient) else gradient
+        return [position for position in missing if position not in self._idle]
 
     def zero(self, positions: Sequence[int]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             super().zero(positions)
 
     def release(self) -> None:
-        self._keep_share()
+        self._divide_gradients()
 
-    def _averaged(self) -> Tensor:
+    def _gradients_to_gather(self) -> Tensor:
         return self.numbers
 
-    def _weights_to_gather(self) -> Tensor:
-        # The gradients stay, as without sharding: until somebody sets them to None.
-        self._share_of_gradients = self.numbers[self._share].clone()
-        places = [place for place, shard in enumerate(self.shards) if shard.piece is not None]
+    def weights_to_gather(self) -> Tensor:
+        # The gradients stay until the user sets them to None, as without sharding.
+        self._kept_gradients = self.numbers[self._own_slice].clone()
+        places = [place for place, member in enumerate(self.members) if member.shard is not None]
         if places:
-            torch._foreach_copy_([self._own[n] for n in places], [self.shards[n].weights for n in places])
+            torch._foreach_copy_([self._own[n] for n in places], [self.members[n].weights for n in places])
         return self.numbers
 
-    def _take_weights(self) -> None:
+    def take_weights(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             torch._foreach_copy_([param.detach() for param in self.params], self.views)
-        self.numbers[self._share].copy_(self._share_of_gradients)
-        self._share_of_gradients = self.numbers[:0]
-
-
-def _as_reals(tensor: Tensor) -> Tensor:
-    numbers = flat(tensor)
-    return torch.view_as_real(numbers).view(-1) if numbers.is_complex() else numbers
+        self.numbers[self._own_slice].copy_(self._kept_gradients)
+        self._kept_gradients = self.numbers[:0]
 
 
 class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
-    """The large gradient of one parameter, whose weights travel back from where they are to where they belong."""
+    """The large gradient of one parameter, whose weights are exchanged in the memory of the parameter."""
 
-    def __init__(self, layout: ShardedLayout, gathering: Gathering, arrivals: Arrivals) -> None:
-        self.layout, self.shards, self.gathering = layout, layout.shards, gathering
-        self.shares = layout.shares
-        self.division = ShardingState(gathering.collectives, gathering.norms)
-        super().__init__(layout.shards[0].param, arrivals=arrivals)
+    def __init__(self, layout: ShardedLayout, norms: GlobalNorms) -> None:
+        self.layout, self.members = layout, layout.members
+        self.sharding = layout.sharding
+        self.state = ShardingState(norms)
+        super().__init__(layout.members[0].param)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -264,30 +222,34 @@ class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
         return [gradient.own if isinstance(gradient, ShardedGradient) else torch.empty(0)]
 
     def collect(self) -> list[int]:
-        self.division = ShardingState(self.gathering.collectives, self.gathering.norms)
+        self.state = ShardingState(self.state.norms)
         return super().collect()
 
     def attach(self, position: int) -> None:
         gradient = self._new() if self._gradient is None else self._gradient
+        [member] = self.members
         with torch._C.DisableTorchFunctionSubclass():
-            own = self.shards[0].cut(gradient.detach())
-            self.params[0].grad = ShardedGradient.over(
-                gradient, own=own, division=self.division, name=self.shards[0].name
-            )
+            own = member.cut(gradient.detach())
+            self.params[0].grad = ShardedGradient.over(gradient, own=own, state=self.state, name=member.name)
 
     def release(self) -> None:
         if self.params[0].grad is not None:
             self.attach(0)
-        self._keep_share()
+        self._divide_gradients()
         super().release()
 
-    def _averaged(self) -> Tensor:
+    def _gradients_to_gather(self) -> Tensor:
         gradient = self.params[0].grad
         assert isinstance(gradient, ShardedGradient)  # or it is not divided
         return _as_reals(gradient.plain())
 
-    def _weights_to_gather(self) -> Tensor:
+    def weights_to_gather(self) -> Tensor:
         return _as_reals(self.params[0].detach())
 
-    def _take_weights(self) -> None:
-        pass  # they have come to where they belong
+    def take_weights(self) -> None:
+        pass  # they have arrived where they belong
+
+
+def _as_reals(tensor: Tensor) -> Tensor:
+    numbers = flat(tensor)
+    return torch.view_as_real(numbers).view(-1) if numbers.is_complex() else numbers

@@ -1,9 +1,9 @@
 """Which optimizers can be divided among ranks, and how: by elements, by whole parameters, or not at all.
 
-No optimizer tells whether its step computes a number over several parameters, as LAMB does with the norm of all
-gradients: each rank would have a different one, without an error. So only those are taken that are known, or whose
-author says what they do (`elementwise`, `per_parameter`). All but torch's own are tried before training begins: a twin
-steps small tensors together, others step parts of them, and the weights must be the same. That is no proof, but it
+An optimizer does not declare whether its step computes a number over several parameters, as LAMB does with the norm of
+all gradients: each rank would have a different one, without an error. So only those are divided that are known, or
+whose author declares it (`elementwise`, `per_parameter`). All but torch's own are tried before training begins: a twin
+steps small tensors together, others step shards of them, and the weights must be the same. That is no proof, but it
 finds what is wrong in the first steps.
 """
 
@@ -19,17 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# Each element of a parameter is stepped by its own gradient and its own state.
-_ELEMENTWISE = (
-    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
-)
-# Each parameter is; not all versions of torch have them.
-_PER_PARAMETER = ("Adafactor", "Muon")
-# Those of other packages, by the name that they have in all of them. Of `Lion` some have options that are not
+# Torch's optimizers that step each element by its own gradient and state.
+_ELEMENTWISE = ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
+# Torch's optimizers that step each parameter by its own gradient and state; not all versions of torch have them.
+_PER_PARAMETER = ["Adafactor", "Muon"]
+# Optimizers of other packages, by the name that they have in all of them. Some `Lion`s have options that are not
 # element-wise, which is tried.
 _ELEMENTWISE_NAMES = {"Lion"}
 _PER_PARAMETER_NAMES = {"Adafactor", "AdafactorBigVision", "LARS", "Lars", "Lion", "Shampoo", "SOAP"}
-# They change weights by state of which each rank has a part, outside of a step.
+# Methods that change weights outside of a step, by state of which each rank has a shard.
 _OTHER_STEPS = ("train", "eval")
 
 # Of the steps, so that what is clipped, or compared with steps before, is so in some of them.
@@ -44,9 +42,9 @@ _NO_CLAIM = "Use another optimizer, or `shard_optimizer=False`"
 
 
 def divides_by_elements(optimizer: Optimizer, *, whole_parameters: bool) -> bool:
-    """Return whether ranks may have any part of a parameter; if not, or with `whole_parameters`, each has whole ones.
+    """Return whether a shard may be any range of a parameter; if not, or with `whole_parameters`, it is all of it.
 
-    Raises a ValueError that says why if neither gives the same numbers.
+    Raise a ValueError with the reason if neither gives the same numbers.
     """
     if (reason := _explain_refusal(optimizer)) is not None:
         raise _refusal(optimizer, reason, _NO_CLAIM)
@@ -89,12 +87,11 @@ def _explain_refusal(optimizer: Optimizer) -> str | None:
 
 def _is_one_of(names: Sequence[str], optimizer: Optimizer) -> bool:
     """Return whether `optimizer` is one of torch's, or of a subclass that changes no method and adds none."""
-    of_torch = [kind for name in names if isinstance(kind := getattr(torch.optim, name, None), type)]
-    return any(isinstance(optimizer, known) and _is_of(optimizer, known) for known in of_torch)
-
-
-def _is_of(optimizer: Optimizer, known: type[Optimizer]) -> bool:
     kinds = type(optimizer).__mro__
+    of_torch = [getattr(torch.optim, name, None) for name in names]
+    known: Any = next((kind for kind in kinds if kind in of_torch), None)
+    if known is None:
+        return False
     methods = {
         (name, inspect.unwrap(value))  # torch wraps the step of each class that has an instance
         for kind in kinds[: kinds.index(known)]
@@ -105,25 +102,25 @@ def _is_of(optimizer: Optimizer, known: type[Optimizer]) -> bool:
 
 
 def _try(optimizer: Optimizer, *, by_elements: bool) -> str | None:
-    """Return what speaks against dividing `optimizer`, by trying it on small tensors; None: nothing does."""
+    """Step small tensors whole and divided; return why `optimizer` cannot be divided, or None."""
     device = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
         torch.manual_seed(0)
         trial = _Trial(optimizer, device)
         places = range(len(trial.tensors))
-        shares: list[list[slice]]
+        shards: list[list[slice]]
         if by_elements:  # halves of each tensor
             halves = [tensor.numel() // 2 for tensor in trial.tensors]
-            shares = [[slice(0, half) for half in halves], [slice(half, None) for half in halves]]
+            shards = [[slice(0, half) for half in halves], [slice(half, None) for half in halves]]
         else:  # each second tensor
-            shares = [[slice(None if place % 2 == turn else 0) for place in places] for turn in (0, 1)]
+            shards = [[slice(None if place % 2 == turn else 0) for place in places] for turn in (0, 1)]
         try:
             whole = trial.step([slice(None) for _ in places])
-            divided = [torch.cat(parts) for parts in zip(*map(trial.step, shares), strict=True)]
+            divided = [torch.cat(halves) for halves in zip(*map(trial.step, shards), strict=True)]
         except Exception as error:
             return f"a step of it on small tensors, without a closure, has raised `{type(error).__name__}: {error}`"
-    way = _distance(whole, [tensor.flatten() for tensor in trial.tensors])
-    if _distance(whole, divided) <= 1e-3 * way:
+    moved = _distance(whole, [tensor.flatten() for tensor in trial.tensors])
+    if _distance(whole, divided) <= 1e-3 * moved:
         return None
     return f"its step computes something over several {'elements' if by_elements else 'parameters'}"
 
@@ -138,14 +135,14 @@ class _Trial:
         self.tensors = [0.02 * torch.randn(shape).to(device) for shape in shapes]
         self._gradients = [[scale * torch.randn(shape).to(device) for shape in shapes] for scale in _SCALES]
 
-    def step(self, parts: Sequence[slice]) -> list[Tensor]:
-        """Return these parts of the tensors, in one dimension, after steps of them by a twin."""
-        params = [nn.Parameter(_part(tensor, part)) for tensor, part in zip(self.tensors, parts, strict=True)]
+    def step(self, slices: Sequence[slice]) -> list[Tensor]:
+        """Return these slices of the tensors, in one dimension, after a twin has stepped them."""
+        params = [nn.Parameter(_cut(tensor, place)) for tensor, place in zip(self.tensors, slices, strict=True)]
         memory = [param.data_ptr() for param in params]
         twin = self._twin(params)
         for gradients in self._gradients:
-            for param, gradient, part in zip(params, gradients, parts, strict=True):
-                param.grad = _part(gradient, part)
+            for param, gradient, place in zip(params, gradients, slices, strict=True):
+                param.grad = _cut(gradient, place)
             twin.step()
             if any(param.grad is None for param in params):
                 raise RuntimeError("It sets gradients to None, which other ranks would not see")
@@ -179,8 +176,8 @@ class _Trial:
         return twin
 
 
-def _part(tensor: Tensor, part: slice) -> Tensor:
-    return tensor.clone() if part == slice(None) else tensor.flatten()[part].clone()
+def _cut(tensor: Tensor, place: slice) -> Tensor:
+    return tensor.clone() if place == slice(None) else tensor.flatten()[place].clone()
 
 
 def _distance(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:

@@ -1,25 +1,25 @@
 """The gradient of a parameter whose optimizer state is divided among the ranks.
 
 Note: a divided gradient
-    Once such a bucket is reduced, this rank has the mean of its own share only. `param.grad` still has the parameter's
-    shape: what changes it element by element is right for the share, and a norm is completed with the other ranks. All
-    other reading would give a wrong number on some rank without a word: it is refused. Before the reduction, and in
+    Once such a bucket is reduced, this rank has the mean of its own shard only. `param.grad` still has the parameter's
+    shape: changes element by element are right for the shard, and a norm is completed with the other ranks. All other
+    reading would give a wrong number on some rank without an error, so it is refused. Before the reduction, and in
     `no_sync`, it is a gradient like any other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
 
-# What tells something of a tensor, but nothing of the numbers in it.
+# Attributes and functions of a tensor that do not depend on its numbers.
 _OF_NO_NUMBERS = {
     *("shape", "dtype", "device", "layout", "is_sparse", "is_cuda", "is_cpu", "is_leaf", "is_meta", "is_quantized"),
     *("requires_grad", "grad", "grad_fn", "ndim", "nbytes", "itemsize", "_version", "_backward_hooks", "data"),
@@ -31,9 +31,9 @@ _OF_NO_NUMBERS = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
 }
-# Nothing is read if there is nothing to convert: `module.to` where it is already.
+# They read nothing if there is nothing to convert, as `module.to` the device where it is.
 _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous"}
-# In place, and each element becomes what it alone says, and a number, or an element of another tensor in its place.
+# In-place functions that compute each element from itself, numbers, and the same element of other tensors.
 _ELEMENTWISE = {
     *("add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "neg_", "negative_"),
     *("abs_", "absolute_", "square_", "sqrt_", "rsqrt_", "reciprocal_", "pow_", "exp_", "log_", "sign_", "sgn_"),
@@ -49,36 +49,36 @@ class ShardedGradientError(RuntimeError):
 
 
 @dataclass(eq=False)
-class NormsOfAll:
-    """The norms of all divided gradients, which are asked for together: torch asks for one after the other.
+class GlobalNorms:
+    """The norms of all divided gradients, computed in one exchange: torch asks for one after the other.
 
-    `divided` returns the gradients, on all ranks the same ones in the same order.
+    `divided_gradients` returns the gradients, on all ranks the same ones in the same order.
     """
 
     collectives: Collectives
-    divided: Callable[[], Sequence[ShardedGradient]]
+    divided_gradients: Callable[[], Sequence[ShardedGradient]]
     _known: dict[tuple[float, ShardingState, str], Tensor] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Ask anew next time: a gradient has changed."""
+        """Compute all norms anew next time: a gradient has changed."""
         self._known.clear()
 
     def of(self, gradient: ShardedGradient, order: float) -> Tensor:
         """Return the norm of all of `gradient`. All ranks must call this."""
-        key = (order, gradient.division, gradient.param_name)
+        key = (order, gradient.state, gradient.param_name)
         if key not in self._known:
-            divided = list(self.divided())
-            if all(one.division is not gradient.division for one in divided):
-                refuse(gradient, "norm")  # one of before
+            divided = list(self.divided_gradients())
+            if all(one.state is not gradient.state for one in divided):
+                refuse(gradient, "norm")  # it is one of an earlier backward
             for one, norm in zip(divided, self._compute(divided, order), strict=True):
-                self._known[order, one.division, one.param_name] = norm
+                self._known[order, one.state, one.param_name] = norm
         return self._known[key]
 
     def _compute(self, divided: Sequence[ShardedGradient], order: float) -> Tensor:
         # `_foreach_norm(inf)` rejects empty tensors.
-        parts = [one.own if len(one.own) else one.own.new_zeros(1) for one in divided]
-        parts = [part.float() if part.dtype.itemsize < 4 else part for part in parts]
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(parts, order)])
+        shards = [one.own if len(one.own) else one.own.new_zeros(1) for one in divided]
+        shards = [shard.float() if shard.dtype.itemsize < 4 else shard for shard in shards]
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(shards, order)])
         if math.isinf(order):
             self.collectives.maximum(norms)
             return norms
@@ -89,43 +89,36 @@ class NormsOfAll:
 
 @dataclass(slots=True, eq=False)
 class ShardingState:
-    """Whether the gradients that a bucket has collected are divided by now."""
+    """Whether the gradients that a bucket has collected in one backward are divided by now."""
 
-    collectives: Collectives
-    norms: NormsOfAll
+    norms: GlobalNorms
     is_divided: bool = False
 
 
 class ShardedGradient(Tensor):
-    """A gradient in a bucket of which each rank keeps a share (Note: a divided gradient)."""
+    """A gradient in a bucket of which each rank keeps a shard (Note: a divided gradient)."""
 
-    division: ShardingState  # that of the bucket
-    own: Tensor  # this rank's share, in memory order: an ordinary tensor over the same memory, which may be empty
+    state: ShardingState
+    own: Tensor  # this rank's shard, in memory order: an ordinary tensor over the same memory, which may be empty
     param_name: str
 
     @staticmethod
-    def over(gradient: Tensor, *, own: Tensor, division: ShardingState, name: str) -> ShardedGradient:
-        """Return `gradient`, the same memory, as one that is divided when its bucket is."""
+    def over(gradient: Tensor, *, own: Tensor, state: ShardingState, name: str) -> ShardedGradient:
+        """Return `gradient`, over the same memory, as one that is divided when `state` is."""
         sharded: ShardedGradient = gradient.as_subclass(ShardedGradient)
-        sharded.own, sharded.division, sharded.param_name = own, division, name
+        sharded.own, sharded.state, sharded.param_name = own, state, name
         return sharded
 
     def plain(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
-    def copied(self) -> ShardedGradient:
-        whole = self.plain().clone()
-        start = (self.own.data_ptr() - self.data_ptr()) // self.itemsize if len(self.own) else 0
-        own = whole.as_strided(self.own.shape, (1,), start)
-        return ShardedGradient.over(whole, own=own, division=self.division, name=self.param_name)
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        divided = [gradient for gradient in _sharded_in((*args, *given.values())) if gradient.division.is_divided]
+        divided = _divided_in((*args, *given.values()))
         name = _name_of(func)
         if divided and (complete := _COMPLETED_WITH_OTHERS.get(name)) is not None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -138,68 +131,78 @@ class ShardedGradient(Tensor):
             return None
         if divided and name not in _OF_NO_NUMBERS:
             # As an operand, even of itself, it is read.
-            is_operand = any(gradient.division.is_divided for gradient in _sharded_in((*args[1:], *given.values())))
-            if is_operand or name.removeprefix("_foreach_") not in _ELEMENTWISE:
+            if _divided_in((*args[1:], *given.values())) or name.removeprefix("_foreach_") not in _ELEMENTWISE:
                 refuse(divided[0], name)
-            divided[0].division.norms.forget()
+            divided[0].state.norms.forget()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **given)
         if name in ("data", "detach") and isinstance(result, Tensor) and isinstance(args[0], ShardedGradient):
-            return cls.over(result, own=args[0].own, division=args[0].division, name=args[0].param_name)
+            return cls.over(result, own=args[0].own, state=args[0].state, name=args[0].param_name)
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"<gradient of `{self.param_name}`, {_describe_share(self)}>"
+        return f"<gradient of `{self.param_name}`, {_describe_shard(self)}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self.division.is_divided:
+        if is_divided(self):
             refuse(self, "deepcopy")
         return self.plain().__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.division.is_divided:
+        if is_divided(self):
             refuse(self, "pickle")
         return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def copy_of(gradient: Tensor) -> Tensor:
     """Return a copy of a gradient, which is divided if the gradient is."""
-    return gradient.copied() if isinstance(gradient, ShardedGradient) else gradient.clone()
+    if not isinstance(gradient, ShardedGradient):
+        return gradient.clone()
+    whole, own = gradient.plain().clone(), gradient.own
+    start = (own.data_ptr() - gradient.data_ptr()) // gradient.itemsize if len(own) else 0
+    own = whole.as_strided(own.shape, (1,), start)
+    return ShardedGradient.over(whole, own=own, state=gradient.state, name=gradient.param_name)
 
 
 def own_shard(gradient: Tensor) -> Tensor:
-    """Return what this rank has of a gradient: its share, if it is divided."""
-    return gradient.own if isinstance(gradient, ShardedGradient) and gradient.division.is_divided else gradient
+    """Return this rank's shard of a divided gradient, and all of any other."""
+    return gradient.own if is_divided(gradient) else gradient
 
 
-def _sharded_in(values: Any) -> Iterator[ShardedGradient]:
+def is_divided(gradient: object) -> TypeGuard[ShardedGradient]:
+    return isinstance(gradient, ShardedGradient) and gradient.state.is_divided
+
+
+def _divided_in(values: Iterable[Any]) -> list[ShardedGradient]:
+    """Return the divided gradients among `values`, and in the lists among them."""
+    divided = []
     for value in values:
-        if isinstance(value, ShardedGradient):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _sharded_in(value)
+        if isinstance(value, list | tuple):
+            divided += _divided_in(value)
+        elif is_divided(value):
+            divided.append(value)
+    return divided
 
 
 def _name_of(func: Any) -> str:
-    """Return the name of what torch has been asked for: of a function, a method or an attribute."""
+    """Return the name of the function, method or attribute that torch dispatches."""
     name: str = func.__name__
     if name not in ("__get__", "__set__"):
         return name
     attribute = str(func.__self__.__name__)
-    # With other memory than that of the bucket, whose numbers are stepped.
+    # Setting `data` moves the gradient out of the bucket, whose numbers are stepped.
     return "data = ..." if (name, attribute) == ("__set__", "data") else attribute
 
 
-def _describe_share(gradient: ShardedGradient) -> str:
-    ranks = gradient.division.collectives
-    of_all = f"{len(gradient.own)} of {math.prod(gradient.shape)}"
-    return f"of which rank {ranks.rank} of {ranks.world_size} has {of_all} elements"
+def _describe_shard(gradient: ShardedGradient) -> str:
+    ranks, numel = gradient.state.norms.collectives, math.prod(gradient.shape)
+    return f"of which rank {ranks.rank} of {ranks.world_size} has {len(gradient.own)} of {numel} elements"
 
 
 def refuse(gradient: ShardedGradient, name: str) -> NoReturn:
-    """Raise: `name` would take this rank's share for all of `gradient`."""
+    """Raise because `name` would read this rank's shard as all of `gradient`."""
     raise ShardedGradientError(
-        f"`{name}` reads the gradient of `{gradient.param_name}`, {_describe_share(gradient)}: `shard_optimizer`"
+        f"`{name}` reads the gradient of `{gradient.param_name}`, {_describe_shard(gradient)}: `shard_optimizer`"
         " divides gradients among the ranks once they are averaged. Clipping, norms and changes element by element work"
         " as usual. For all of it call `strategy.full_gradient(param)` on every rank, or set `shard_optimizer=False`."
     )
@@ -210,12 +213,12 @@ def _foreach_norm(gradients: Sequence[Tensor], ord: float = 2, dtype: torch.dtyp
     order = float(ord)
     norms = []
     for gradient in gradients:
-        if not (isinstance(gradient, ShardedGradient) and gradient.division.is_divided):
+        if not is_divided(gradient):
             norms.append(torch.linalg.vector_norm(gradient, order))
             continue
         if order < 0:
             refuse(gradient, f"norm {order}")
-        norms.append(gradient.division.norms.of(gradient, order).to(gradient.dtype.to_real()))
+        norms.append(gradient.state.norms.of(gradient, order).to(gradient.dtype.to_real()))
     return norms if dtype is None else [norm.to(dtype) for norm in norms]
 
 
@@ -239,11 +242,11 @@ def _norm(
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Do a GradScaler's part on this rank's shares; what one rank finds holds for all."""
-    divided = [one for one in gradients if isinstance(one, ShardedGradient) and one.division.is_divided]
+    """Unscale this rank's shards for a GradScaler; an infinity on one rank counts on all."""
     torch._amp_foreach_non_finite_check_and_unscale_(list(map(own_shard, gradients)), found_inf, inv_scale)
-    divided[0].division.collectives.maximum(found_inf)
-    divided[0].division.norms.forget()
+    norms = _divided_in(gradients)[0].state.norms
+    norms.collectives.maximum(found_inf)
+    norms.forget()
 
 
 _COMPLETED_WITH_OTHERS: dict[str, Callable[..., Any]] = {

@@ -1,9 +1,9 @@
-"""An optimizer that steps this rank's part of its parameters, and has the state of that part only.
+"""An optimizer that steps this rank's shards of its parameters, and has the state of those only.
 
-While an optimizer steps it has this rank's pieces of its parameters (`bucket.Shard`), and so the state of those.
-Whatever else looks at its parameter groups sees parameters: schedulers, clipping, `zero_grad`, `toggle_optimizer`,
-callbacks that add a group, hooks around the step. The step ends with an exchange of weights: when it returns, and for
-all hooks after it, each rank has all of them, in the memory where they have always been.
+While an optimizer steps, its parameter groups hold this rank's shards (`bucket.ShardedParameter`). At all other times
+they hold parameters: for schedulers, clipping, `zero_grad`, `toggle_optimizer`, callbacks that add a group, and hooks
+around the step. The step ends with an exchange of weights: when it returns, and for all hooks after it, each rank has
+all of them, in the memory where they have always been.
 """
 
 from __future__ import annotations
@@ -19,29 +19,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
-from lightning_bucketddp.reducer.observer import outside_of_graphs
-from lightning_bucketddp.sharding.bucket import Gathering, Shard
-from lightning_bucketddp.sharding.gradient import ShardedGradient
+from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver, is_being_captured, outside_of_graphs
+from lightning_bucketddp.sharding.bucket import ShardedBucket, ShardedLayout, ShardedParameter, exchange_weights
+from lightning_bucketddp.sharding.gradient import GlobalNorms, ShardedGradient
 
 
 class ShardedOptimizer:
-    """An optimizer that steps this rank's pieces only.
+    """An optimizer that steps this rank's shards only.
 
-    `is_elementwise`: pieces may be any parts of parameters, otherwise they are whole ones.
+    `is_elementwise`: a shard may be any range of a parameter, otherwise it is all of it or nothing.
     """
 
-    def __init__(self, optimizer: Optimizer, gathering: Gathering, *, is_elementwise: bool) -> None:
+    def __init__(self, optimizer: Optimizer, norms: GlobalNorms, *, is_elementwise: bool) -> None:
         self.optimizer = optimizer
         self.is_elementwise = is_elementwise
-        self.gathering = gathering
-        self.shards: dict[nn.Parameter, Shard] = {}
-        # State from a checkpoint, by position of the parameter, that is cut when the first layout is made.
+        self.norms = norms
+        self.collectives = norms.collectives
+        self.members: dict[nn.Parameter, ShardedParameter] = {}
+        self.layouts: list[ShardedLayout] = []
+        # A step has begun and not ended, or failed: the weights are not those of one step.
+        self.is_partial = False
+        self.observer: BackwardObserver = NO_OBSERVER  # another one is set while steps are recorded
+        # State from a checkpoint, by position of the parameter, until the first layout is made.
         self.loaded: dict[int, Any] = {}
-        self.loads = [0] * gathering.collectives.world_size
+        self.loads = [0] * self.collectives.world_size  # bytes that each rank owns, by rank
         self._whole: list[list[nn.Parameter]] | None = None
-        # Of parameters that this rank owns, while they are stepped: as the optimizer sees them, and as they are.
-        self._divided: dict[nn.Parameter, tuple[Tensor, ShardedGradient]] = {}
+        # Of parameters that this rank owns, while they are stepped: the gradient that is stepped, and the divided one.
+        self._plain: dict[nn.Parameter, tuple[Tensor, ShardedGradient]] = {}
         self._num_steps_inside = 0
+        self._exchanged: Any = None  # an event, recorded when the weights of a step have arrived
         self._before = optimizer.register_step_pre_hook(outside_of_graphs(self._before_step))
         after = optimizer.register_step_post_hook(outside_of_graphs(self._after_step))
         # The user's hooks, also those registered before, see whole weights.
@@ -60,11 +66,11 @@ class ShardedOptimizer:
         ]
 
     def close(self) -> None:
-        """Be an ordinary optimizer again, with this rank's part of the state."""
+        """Make this an ordinary optimizer again, with the state of this rank's shards."""
         self.show_parameters()
         for handle in self._handles:
             handle.remove()
-        if self.optimizer.step is self._own_step:  # or somebody has wrapped it, and it does nothing of its own any more
+        if self.optimizer.step is self._own_step:  # otherwise the user has wrapped it, which is harmless
             del self.optimizer.step
             if self._given_step is not None:
                 self.optimizer.step = self._given_step  # type: ignore[method-assign]
@@ -89,75 +95,104 @@ class ShardedOptimizer:
         return [param for params in groups for param in params]
 
     @property
+    def buckets(self) -> list[ShardedBucket]:
+        return [layout.bucket for layout in self.layouts if layout.bucket is not None]
+
+    @property
+    def has_exchanged(self) -> bool:
+        """Whether the weights of the last step have arrived on the device, too."""
+        return not self.is_partial and (self._exchanged is None or bool(self._exchanged.query()))
+
+    @property
     def state_bytes(self) -> int:
         return sum(map(_size_of, self.optimizer.state.values()))
 
     @property
     def whole_state_bytes(self) -> int:
-        """What it would be undivided, estimated from the parameters of which this rank has something."""
-        pieces = [shard.piece for shard in self.shards.values() if shard.piece is not None]
-        own = sum(piece.nbytes for piece in pieces)
-        of_own = sum(_size_of(self.optimizer.state.get(piece, {})) for piece in pieces)
-        whole = sum(shard.param.nbytes for shard in self.shards.values())
+        """What the state would take undivided, estimated from this rank's shards."""
+        shards = [member.shard for member in self.members.values() if member.shard is not None]
+        own = sum(shard.nbytes for shard in shards)
+        of_own = sum(_size_of(self.optimizer.state.get(shard, {})) for shard in shards)
+        whole = sum(member.param.nbytes for member in self.members.values())
         return self.state_bytes - of_own + (round(of_own * whole / own) if own else 0)
 
     def show_shards(self) -> None:
-        """Replace `param_groups` by this rank's pieces, with their gradients, for the duration of a step."""
+        """Replace `param_groups` by this rank's shards, with their gradients, for the duration of a step."""
         assert self._whole is None
         params = self.params if self.loaded else []
-        for place in [place for place in self.loaded if params[place] not in self.shards]:
+        for place in [place for place in self.loaded if params[place] not in self.members]:
             self.optimizer.state[params[place]] = self._on_device(self.loaded.pop(place), params[place])
-        for bucket in self.gathering.buckets.values():
-            bucket.divided_gradients()  # none is refused
+        for bucket in self.buckets:
+            bucket.divided_gradients()  # raises if one is of an earlier backward
         self._whole = [group["params"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
-            group["params"] = [piece for param in group["params"] if (piece := self._piece_of(param)) is not None]
-        self.gathering.is_partial = True  # until weights are exchanged
+            group["params"] = [shard for param in group["params"] if (shard := self._shard_of(param)) is not None]
+        self.is_partial = True  # until weights are exchanged
+
+    def _shard_of(self, param: nn.Parameter) -> nn.Parameter | None:
+        """Return what is stepped of `param` on this rank, with its gradient; None: nothing."""
+        member = self.members.get(param)
+        if member is None:
+            return param
+        member.follow_param()  # also where this rank has no shard: all ranks are to raise
+        gradient = param.grad
+        if member.shard is param:
+            if isinstance(gradient, ShardedGradient):
+                param.grad = plain = gradient.plain()
+                self._plain[param] = plain, gradient
+        elif member.shard is not None:
+            if isinstance(gradient, ShardedGradient):
+                gradient = gradient.own
+            elif gradient is not None:  # the user has set it
+                gradient = member.cut(_laid_out_as(param, gradient))
+            member.shard.grad = gradient
+        return member.shard
 
     def show_parameters(self) -> None:
+        """Undo `show_shards`."""
         if self._whole is None:
             return
         for group, params in zip(self.optimizer.param_groups, self._whole, strict=True):
             group["params"] = params
         self._whole = None
-        for shard in self.shards.values():
-            if shard.piece is not None and shard.piece is not shard.param:
-                shard.piece.grad = None
-        for param, (plain, gradient) in self._divided.items():
+        for member in self.members.values():
+            if member.shard is not None and member.shard is not member.param:
+                member.shard.grad = None
+        for param, (plain, gradient) in self._plain.items():
             if param.grad is plain:
                 param.grad = gradient
-        self._divided.clear()
+        self._plain.clear()
 
     def begin_backward(self) -> None:
-        """Be an optimizer of parameters whose gradients are whole wherever a backward adds to them."""
-        # Hooks that were registered since see parameters, not pieces.
+        """Make gradients whole again where a backward is about to add to them."""
+        # Hooks that were registered since see parameters, not shards.
         hooks = self.optimizer._optimizer_step_pre_hooks
         hooks[self._before.id] = hooks.pop(self._before.id)
-        for bucket in self.gathering.buckets.values():
-            if any(shard.param.requires_grad for shard in bucket.layout.shards) and bucket.divided_gradients():
+        for bucket in self.buckets:
+            if any(member.param.requires_grad for member in bucket.layout.members) and bucket.divided_gradients():
                 bucket.gather_gradients()
 
-    def adopt(self, shards: Sequence[Shard]) -> None:
-        """Step these shards from now on; state that is there already is cut."""
+    def adopt(self, members: Sequence[ShardedParameter]) -> None:
+        """Step the shards of `members` from now on; state that is there already is cut."""
         place_of = {param: place for place, param in enumerate(self.params)}
-        for shard in shards:
-            self.shards[shard.param] = shard
-            whole = self.loaded.pop(place_of[shard.param], None) or self.optimizer.state.pop(shard.param, None)
-            if whole and shard.piece is not None:
-                self.optimizer.state[shard.piece] = self._own_part(whole, shard)
+        for member in members:
+            self.members[member.param] = member
+            whole = self.loaded.pop(place_of[member.param], None) or self.optimizer.state.pop(member.param, None)
+            if whole and member.shard is not None:
+                self.optimizer.state[member.shard] = self._cut_state(whole, member)
 
-    def _own_part(self, state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
+    def _cut_state(self, state: Mapping[str, Any], member: ShardedParameter) -> dict[str, Any]:
         """Return what this rank keeps of the state of a parameter."""
         own = dict(state)
         for key, value in state.items():
-            is_whole = isinstance(value, Tensor) and value.shape == shard.param.shape
-            if is_whole and shard.piece is not shard.param:
+            is_whole = isinstance(value, Tensor) and value.shape == member.param.shape
+            if is_whole and member.shard is not member.param:
                 # Not a view: it would keep all of it in memory.
-                own[key] = shard.cut(_laid_out_as(shard.param, value)).clone()
-        return self._on_device(own, shard.param)
+                own[key] = member.cut(_laid_out_as(member.param, value)).clone()
+        return self._on_device(own, member.param)
 
     def _on_device(self, state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
-        """Return `state` where torch would load it to, and as what."""
+        """Return `state` on the device, and of the dtype, to which torch would load it."""
         group = next(group for group in self.optimizer.param_groups if any(param is other for other in group["params"]))
         groups = [{**group, "params": [0]}]
         return {
@@ -166,26 +201,6 @@ class ShardedOptimizer:
             else value
             for key, value in state.items()
         }
-
-    def _piece_of(self, param: nn.Parameter) -> nn.Parameter | None:
-        shard = self.shards.get(param)
-        if shard is None:
-            return param
-        shard.follow_param()  # also where it has no piece here: all ranks are to raise
-        if shard.piece is None:
-            return None
-        gradient = param.grad
-        if shard.piece is param:
-            if isinstance(gradient, ShardedGradient):
-                param.grad = plain = gradient.plain()
-                self._divided[param] = plain, gradient
-        else:
-            if isinstance(gradient, ShardedGradient):
-                gradient = gradient.own
-            elif gradient is not None:  # the user has set it
-                gradient = shard.cut(_laid_out_as(param, gradient))
-            shard.piece.grad = gradient
-        return shard.piece
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A class of the user's may call the step that it overrides: torch calls these hooks around both.
@@ -210,20 +225,30 @@ class ShardedOptimizer:
 
     def _after_step(self, *_: Any) -> None:
         self._num_steps_inside -= 1
-        if not self._num_steps_inside:
-            self.show_parameters()
-            self.gathering.exchange_weights()
+        if self._num_steps_inside:
+            return
+        self.show_parameters()
+        # On all ranks the same buckets in the same order: after an averaged backward they have the same gradients.
+        stepped = [bucket for bucket in self.buckets if any(one.param.grad is not None for one in bucket.members)]
+        with torch.no_grad():
+            exchange_weights(stepped, self.observer)
+        self.norms.forget()  # some optimizers change gradients
+        self.is_partial = False
+        device = self.collectives.device
+        if device.type == "cuda" and not is_being_captured(device):
+            self._exchanged = self._exchanged or torch.Event(device)
+            self._exchanged.record()
 
     def _before_load(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Take the state out of a checkpoint: each rank keeps its part of it only."""
+        """Take the state out of a checkpoint: each rank keeps that of its shards only."""
         self.loaded = dict(state_dict["state"])
         return {**state_dict, "state": {}}
 
     def _after_load(self, _: Optimizer) -> None:
-        self.adopt([self.shards[param] for param in self.params if param in self.shards])
+        self.adopt([self.members[param] for param in self.params if param in self.members])
 
     def _before_save(self, optimizer: Optimizer) -> None:
-        if self.shards and self._whole is None:
+        if self.members and self._whole is None:
             raise RuntimeError(
                 f"The state of `{type(optimizer).__name__}` is divided among the ranks (`shard_optimizer`), and"
                 " `state_dict` would have this rank's part. Save with Lightning, which gathers all of it:"
@@ -248,33 +273,33 @@ def gather_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     It is put together in host memory, tensor by tensor: no device has room for all of it.
     """
     optimizer, params = sharded.optimizer, sharded.params
-    pieces = {
-        place: dict(optimizer.state[shard.piece])
+    own_states = {
+        place: dict(optimizer.state[member.shard])
         for place, param in enumerate(params)
-        if (shard := sharded.shards.get(param)) and shard.piece is not None and shard.piece in optimizer.state
+        if (member := sharded.members.get(param)) and member.shard is not None and member.shard in optimizer.state
     }
-    by_rank = gather_to_rank_zero(pieces, sharded.gathering.collectives)
+    by_rank = gather_to_rank_zero(own_states, sharded.collectives)
     if by_rank is None:
         return {}
     state: dict[int, Any] = dict(sharded.loaded)
     for place, param in enumerate(params):
-        shard = sharded.shards.get(param)
-        if shard is None and param in optimizer.state:
+        member = sharded.members.get(param)
+        if member is None and param in optimizer.state:
             state[place] = optimizer.state[param]
-        elif shard is not None and (of_ranks := {r: own.pop(place) for r, own in enumerate(by_rank) if place in own}):
-            state[place] = _put_together(of_ranks, shard)
+        elif member is not None and (shards := {r: own.pop(place) for r, own in enumerate(by_rank) if place in own}):
+            state[place] = _merge(shards, member)
     places = itertools.count()
     groups = [{**group, "params": [next(places) for _ in group["params"]]} for group in optimizer.param_groups]
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
-def _put_together(of_ranks: dict[int, dict[str, Any]], shard: Shard) -> dict[str, Any]:
-    """Return the state of one parameter, from the parts that ranks have of it."""
-    first_rank, whole = next(iter(of_ranks.items()))
-    start, stop = shard.ranges[first_rank]
+def _merge(shards: dict[int, dict[str, Any]], member: ShardedParameter) -> dict[str, Any]:
+    """Return the state of one parameter, from that of its `shards`, by rank."""
+    first_rank, whole = next(iter(shards.items()))
+    start, stop = member.ranges[first_rank]
     for key, value in whole.items():
-        is_cut = isinstance(value, Tensor) and value.shape == (stop - start,) and stop - start < shard.param.numel()
+        is_cut = isinstance(value, Tensor) and value.shape == (stop - start,) and stop - start < member.param.numel()
         if is_cut:
-            parts = torch.cat([own[key] for own in of_ranks.values()])
-            whole[key] = parts.as_strided(shard.param.shape, shard.param.stride())
+            joined = torch.cat([own[key] for own in shards.values()])
+            whole[key] = joined.as_strided(member.param.shape, member.param.stride())
     return whole

@@ -168,7 +168,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         compiled = unwrapped(module)
         if self.shards is not None and compiled in self.reducers:
             self.shards.forget(set(module.parameters()))
-        reducer = Reducer(replicas, self.config, maker=self.shards, finiteness=finiteness, say=rank_zero_info)
+        reducer = Reducer(replicas, self.config, maker=self.shards, finiteness=finiteness, report=rank_zero_info)
         self.reducers[compiled] = reducer
         self._weights_at_start[compiled] = severities_of(compiled)
         self._shared_buffers.pop(compiled, None)

@@ -22,6 +22,7 @@ from tests.local_steps.test_islands import test_an_outer_step_is_one_of_sgd_with
 from tests.on_gpu import cuda
 from tests.on_gpu.host_bound import the_limit_is_named
 from tests.reducer import test_batch_weighting as weighting
+from tests.reducer import test_comm_hooks as comm_hooks
 from tests.reducer import test_nonfinite as nonfinite
 from tests.reducer import test_quantized as quantized
 from tests.reducer import test_reducer as reducing
@@ -111,8 +112,8 @@ def tests() -> Iterator[Test]:
     # Without overlap: NCCL would wait for ever for buckets that only one rank has launched.
     yield on_two(replicas.freeze_on_one_rank_in_mid_training, is_known=True, overlap=False)
     yield on_two(cuda.a_check_of_the_replicas_never_makes_the_host_wait)
-    for moves in (False, True):
-        yield on_two(unused.launched_before_end, moves=moves)
+    for options in ({}, {"moves": True}, {"overlap": False}):
+        yield on_two(unused.launched_before_end, **options)
     for kept in ("nothing", "gradient", "alias"):
         yield on_two(unused.memory_is_given_back, kept=kept)
     for left_out in (unused.one_for_all, unused.one_each):
@@ -200,20 +201,15 @@ def nonfinite_is_told(*, way: str, on_nonfinite: str, parameter: str | None) -> 
 
 REDUCING = [
     named(reducing.test_no_sync_around_backward_alone_is_enough),
-    named(reducing.test_calling_a_submodule_synchronises),
-    named(reducing.test_second_backward_on_one_forward_synchronises),
-    named(reducing.test_parameter_used_only_in_an_earlier_micro_batch_is_reduced),
-    named(reducing.test_unfrozen_parameters_are_reduced_and_known_plans_kept),
-    named(reducing.test_a_network_that_is_toggled_off_is_not_communicated),
+    named(reducing.test_backwards_that_torch_ddp_does_not_synchronise_are),
+    named(reducing.test_known_plans_are_kept_until_they_are_no_longer_used),
     named(reducing.test_a_late_gradient_is_refused_and_without_overlap_none_is_late),
-    named(reducing.test_buckets_leave_while_backward_runs_unless_overlap_is_off),
     named(reducing.test_half_precision_gradients_do_not_overflow),
     named(reducing.test_gradients_live_in_the_buckets),
     named(reducing.test_a_large_gradient_stays_where_it_is),
     named(reducing.test_strides_follow_the_parameter),
     named(reducing.test_weights_and_buffers_come_from_rank_zero),
-    named(reducing.test_torch_communication_hooks_run, hook_name="allreduce_hook"),
-    named(reducing.test_torch_communication_hooks_run, hook_name="bf16_compress_hook"),
+    *(on_two(comm_hooks.check_distance, hook_name=name) for name in ("allreduce", "bf16")),
     named(reducing.test_gradients_travel_in_the_dtype_asked_for, world_size=2),
     named(test_different_modules_are_refused_on_every_rank),
 ]

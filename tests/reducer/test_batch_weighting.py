@@ -53,18 +53,14 @@ def num_tokens(batch: Batch) -> Tensor:
 class Net(nn.Module):
     def __init__(self, *, batchnorm: bool = False) -> None:
         super().__init__()
+        torch.manual_seed(0)
         norm = nn.BatchNorm1d(4) if batchnorm else nn.Identity()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 4), norm, nn.Tanh(), nn.Linear(4, 1))
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 4), norm, nn.Tanh(), nn.Linear(4, 1)).double()
 
     def loss(self, batch: Batch, *, of_tokens: bool = False) -> Tensor:
         inputs, targets, mask = batch
         errors = F.mse_loss(self.layers(inputs).squeeze(1), targets, reduction="none")
         return errors[mask].mean() if of_tokens else errors.mean()
-
-
-def make_net(*, batchnorm: bool = False) -> Net:
-    torch.manual_seed(0)
-    return Net(batchnorm=batchnorm).double()
 
 
 def make_optimizer(net: nn.Module) -> torch.optim.Optimizer:
@@ -74,7 +70,7 @@ def make_optimizer(net: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the ranks differ: batch sizes by rank, (rank, batch) pairs that are skipped, what the strategy is told."""
+    """How the ranks differ: batch sizes by rank, (rank, batch) pairs that are skipped, options of the strategy."""
 
     sizes: Sequence[Sequence[int]]
     skipped: Sequence[tuple[int, int]] = ()
@@ -91,7 +87,7 @@ class Setting:
 class Module(LightningModule):
     def __init__(self, setting: Setting) -> None:
         super().__init__()
-        self.net = make_net(batchnorm=setting.batchnorm)
+        self.net = Net(batchnorm=setting.batchnorm)
         self._setting = setting
         self.automatic_optimization = not setting.has_two_losses
         self.outputs: list[bool] = []
@@ -152,7 +148,6 @@ def make_loader(kind: str, batches: list[Batch]) -> Any:
 class Outcome:
     weights: list[Tensor]
     had_output: list[bool]
-    num_batches: int
     num_skipped: float
     loader_type: str
 
@@ -188,21 +183,19 @@ def fit(*, setting: Setting) -> Outcome:
     return Outcome(
         [parameter.detach() for parameter in module.net.parameters()],
         module.outputs,
-        len(module.outputs) // setting.num_epochs,
         metrics.skipped,
         type(trainer.train_dataloader).__name__,
     )
 
 
 def refusal(*, setting: Setting) -> str:
-    """The error that training raises on this rank."""
     return raised_by(lambda: fit(setting=setting))
 
 
 def expected_weights(setting: Setting) -> list[Tensor]:
     """What one process comes to that sees all ranks' batches: weighted gradients over the sum of weights."""
     by_rank = [batches_of(rank, sizes) for rank, sizes in enumerate(setting.sizes)]
-    net = make_net(batchnorm=setting.batchnorm)
+    net = Net(batchnorm=setting.batchnorm)
     optimizer = make_optimizer(net)
     num_batches = max(map(len, setting.sizes))
     for _ in range(setting.num_epochs):
@@ -226,8 +219,11 @@ def _accumulate(net: Net, setting: Setting, by_rank: list[list[Batch]], window: 
             continue
         for rank, batch in present:
             if (rank, index) not in setting.skipped:
-                losses.append(_loss(net, setting, batch))
-                weights.append(_weight(setting, batch))
+                losses.append(net.loss(batch, of_tokens=setting.of_tokens))
+                if setting.has_two_losses:
+                    losses[-1] = losses[-1] + net.loss(batch, of_tokens=True)
+                weight = setting.options.get("gradient_weight", lambda _: 1.0)
+                weights.append(float(len(batch[0])) if weight == "batch_size" else float(weight(batch)))
     if not losses:
         return
     total = torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
@@ -235,19 +231,6 @@ def _accumulate(net: Net, setting: Setting, by_rank: list[list[Batch]], window: 
         # The plain mean: Lightning divides by the size of a full window, also in the last one.
         total = total * len(window) / setting.accumulate
     total.backward()
-
-
-def _loss(net: Net, setting: Setting, batch: Batch) -> Tensor:
-    if setting.has_two_losses:
-        return net.loss(batch) + net.loss(batch, of_tokens=True)
-    return net.loss(batch, of_tokens=setting.of_tokens)
-
-
-def _weight(setting: Setting, batch: Batch) -> float:
-    weight = setting.options.get("gradient_weight")
-    if weight is None:
-        return 1.0
-    return float(len(batch[0])) if weight == "batch_size" else float(weight(batch))
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -385,33 +368,23 @@ def test_a_skipped_step_is_left_out_of_the_average(skipped: list[tuple[int, int]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_gradients_of_before_stay_what_they_are_where_a_rank_adds_nothing(sharded: bool) -> None:
-    options = {"shard_optimizer": sharded}
-    # The averages of the batches are 4, 6, 2 and 3; where rank 1 has nothing rank 0's counts.
-    skipped = run_on_ranks(
-        fit_and_keep_gradients, batches=[[2, 6, 1, 3], [6, -1, 3, 3]], steps_each=True, options=options
-    )
-    assert skipped == [[[-(4 + (4 + 6) + 2 + (2 + 3))] * 2] * 2] * 2
-    nobody = run_on_ranks(
-        fit_and_keep_gradients, batches=[[2, -1, 1, 3], [6, -1, 3, 3]], steps_each=True, options=options
-    )
-    assert nobody == [[[-(4 + 4 + 2 + (2 + 3))] * 2] * 2] * 2
-    # Windows of three batches, which average 9 each, of the second without one batch of rank 1.
-    in_a_window = run_on_ranks(
-        fit_and_keep_gradients,
-        batches=[[6, 6, 6, 9, 9, 9], [12, 12, 12, -1, 9, 9]],
-        steps_each=True,
-        options=options,
-        accumulate=3,
-    )
-    torch.testing.assert_close(torch.tensor(in_a_window), torch.full((2, 2, 2), -(9.0 + (9 + 9))))
-    out_of_data = run_on_ranks(
-        fit_and_keep_gradients,
-        batches=[[2, 6, 1, 3], [6, 6, 3]],
-        steps_each=False,
-        options={**options, "uneven_data": True},
-    )
-    assert out_of_data == [[[-((4 + 6) + (2 + 3))] * 2] * 2] * 2
+@for_each(
+    ("batches", "how", "expected"),
+    [
+        # The averages of the batches are 4, 6, 2 and 3; where rank 1 has nothing rank 0's counts.
+        ([[2, 6, 1, 3], [6, -1, 3, 3]], {"steps_each": True}, 4 + (4 + 6) + 2 + (2 + 3)),
+        ([[2, -1, 1, 3], [6, -1, 3, 3]], {"steps_each": True}, 4 + 4 + 2 + (2 + 3)),
+        # Windows of three batches, which average 9 each, of the second without one batch of rank 1.
+        ([[6, 6, 6, 9, 9, 9], [12, 12, 12, -1, 9, 9]], {"steps_each": True, "accumulate": 3}, 9 + (9 + 9)),
+        ([[2, 6, 1, 3], [6, 6, 3]], {"steps_each": False, "options": {"uneven_data": True}}, (4 + 6) + (2 + 3)),
+    ],
+)
+def test_earlier_gradients_stay_what_they_are_where_a_rank_adds_nothing(
+    batches: Any, how: dict[str, Any], expected: int, sharded: bool
+) -> None:
+    how = {**how, "options": {"shard_optimizer": sharded, **how.get("options", {})}}
+    ranks = run_on_ranks(fit_and_keep_gradients, batches=batches, **how)
+    torch.testing.assert_close(torch.tensor(ranks), torch.full((2, 2, 2), -float(expected)))
 
 
 def test_the_last_batch_of_a_rank_counts_if_it_steps_alone_and_runs_out_of_data_before_it_steps() -> None:
@@ -483,7 +456,7 @@ UNEVEN_DATA = {
 def test_no_batch_is_lost_where_data_is_uneven(kind: str) -> None:
     setting = replace(UNEVEN_DATA[kind], options={"uneven_data": True, **UNEVEN_DATA[kind].options})
     for rank in assert_trained_as_one_process(setting):
-        assert rank.num_batches == max(map(len, setting.sizes))
+        assert len(rank.had_output) == setting.num_epochs * max(map(len, setting.sizes))
 
 
 @pytest.mark.parametrize(("stopped", "data"), [(0, "iterable"), (1, "stream"), (0, "sized")])

@@ -57,7 +57,7 @@ class Layers(nn.Module):
 
 
 class Deep(LightningModule):
-    """Compiles itself as `compiled` says, with `backend`."""
+    """Compiles itself in the way that is named by `compiled`, with `backend`."""
 
     def __init__(self, *, compiled: str, checkpointed: bool = False, **compile_options: Any) -> None:
         super().__init__()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -49,6 +49,9 @@ class Bad:
     ranks: Sequence[int] = (1,)
     micro_batch: int = -1
 
+    def comes_at(self, step: int, micro_batch: int, *, of: int) -> bool:
+        return (step, micro_batch) == (self.step, self.micro_batch % of) and dist.get_rank() in self.ranks
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -71,7 +74,7 @@ def train(
     micro_batches: int = 1,
     reads_late: bool = False,
     clips: bool = False,
-    tells_loss: bool = True,
+    checks_loss: bool = True,
     leaves_out: Sequence[int] = (),
     hook_with_state: str | None = None,
     **options: Any,
@@ -96,14 +99,17 @@ def train(
                 for micro_batch in range(micro_batches):
                     with nullcontext() if micro_batch == micro_batches - 1 else reducer.no_sync():
                         loss = CASES[case].loss(model, dist.get_rank(), 10 * step + micro_batch)
-                        is_bad = bad is not None and micro_batch == bad.micro_batch % micro_batches
-                        with _made_bad(model, bad if is_bad and step == bad.step else None):  # type: ignore[union-attr]
-                            _backward(reducer, _bad_loss(loss, bad if is_bad else None, step), tells_loss=tells_loss)
+                        hooks: list[Any] = []
+                        if bad is not None and bad.comes_at(step, micro_batch, of=micro_batches):
+                            loss, hooks = _spoil(model, loss, bad)
+                        _backward(reducer, loss, checks_loss=checks_loss)
+                        for hook in hooks:
+                            hook.remove()
                 if clips:
                     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 if reducer.finiteness.withholds(optimizer):
                     withheld.append(step)
-                    # For an optimizer that nobody keeps from stepping.
+                    # For an optimizer that steps all the same.
                     assert all(p.grad is None or p.grad.to_dense().eq(0).all() for p in model.parameters())
                 else:
                     optimizer.step()
@@ -116,29 +122,18 @@ def train(
     return Outcome(error, warnings, withheld, stats.num_nonfinite, len(reduced), stats.num_reductions, weights)
 
 
-def _backward(reducer: Reducer, loss: Tensor, *, tells_loss: bool) -> None:
-    if tells_loss:
+def _backward(reducer: Reducer, loss: Tensor, *, checks_loss: bool) -> None:
+    if checks_loss:
         reducer.finiteness.check_loss(loss)
     with reducer.backward():
         loss.backward()
 
 
-def _bad_loss(loss: Tensor, bad: Bad | None, step: int) -> Tensor:
-    if bad is None or bad.parameter is not None or step != bad.step or dist.get_rank() not in bad.ranks:
-        return loss
-    # As it is for the gradients, which stay finite.
-    return loss + loss.new_tensor(bad.value)
-
-
-@contextmanager
-def _made_bad(model: nn.Module, bad: Bad | None) -> Iterator[None]:
-    """Inside, a backward puts the value into the first element of the parameter's gradient."""
-    if bad is None or bad.parameter is None or dist.get_rank() not in bad.ranks:
-        yield
-        return
-    handle = model.get_parameter(bad.parameter).register_hook(_with_first_element(bad.value))
-    yield
-    handle.remove()
+def _spoil(model: nn.Module, loss: Tensor, bad: Bad) -> tuple[Tensor, list[Any]]:
+    """Put the value into the loss, whose gradients stay finite, or have a hook put it into a gradient."""
+    if bad.parameter is None:
+        return loss + loss.new_tensor(bad.value), []
+    return loss, [model.get_parameter(bad.parameter).register_hook(_with_first_element(bad.value))]
 
 
 def _with_first_element(value: float) -> Callable[[Tensor], Tensor]:
@@ -148,7 +143,7 @@ def _with_first_element(value: float) -> Callable[[Tensor], Tensor]:
             values.view(-1)[0] = value
             return torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape)
         changed = gradient.clone()
-        # The imaginary part of a complex number, as the less likely to be looked at.
+        # The imaginary part of a complex number, which is easier to miss.
         reals = torch.view_as_real(changed).view(-1)[1:] if changed.is_complex() else changed.view(-1)
         reals[0] = value
         return changed
@@ -157,36 +152,25 @@ def _with_first_element(value: float) -> Callable[[Tensor], Tensor]:
 
 
 def players_in_turns(*, both_backwards_first: bool) -> list[str]:
-    """Whose steps are withheld when the critic's first backward is bad on rank 1, and goes through both players."""
+    """Whose steps are withheld when the critic's second backward is bad on rank 1, and goes through both players."""
     model = nn.ModuleDict({"generator": nn.Linear(WIDTH, 4), "critic": nn.Linear(4, 1)}).to(device())
     reducer = build_reducer(model, on_nonfinite="skip")
     optimizers = {name: torch.optim.SGD(player.parameters(), lr=0.1) for name, player in model.items()}
     withheld = []
-
-    def backward(name: str, step: int) -> None:
-        loss = model["critic"](model["generator"](batch(dist.get_rank(), step))).square().mean()
-        is_bad = (name, step, dist.get_rank()) == ("critic", 1, 1)
-        with reducer.backward():
-            (loss * math.nan if is_bad else loss).backward()
-
-    def take_step(name: str, step: int) -> None:
-        if reducer.finiteness.withholds(optimizers[name]):
-            withheld.append(f"{name} {step}")
-            optimizers[name].zero_grad()
-        else:
-            optimizers[name].step()
-
     for step in range(3):
-        for name in optimizers if both_backwards_first else ():
-            optimizers[name].zero_grad()
-        for name in ("critic", "generator"):
-            if not both_backwards_first:
+        for turn in (["critic", "generator"],) if both_backwards_first else (["critic"], ["generator"]):
+            for name in turn:
                 optimizers[name].zero_grad()
-            backward(name, step)
-            if not both_backwards_first:
-                take_step(name, step)
-        for name in optimizers if both_backwards_first else ():
-            take_step(name, step)
+            for name in turn:
+                loss = model["critic"](model["generator"](batch(dist.get_rank(), step))).square().mean()
+                is_bad = (name, step, dist.get_rank()) == ("critic", 1, 1)
+                _backward(reducer, loss * math.nan if is_bad else loss, checks_loss=False)
+            for name in reversed(turn):
+                if reducer.finiteness.withholds(optimizers[name]):
+                    withheld.append(f"{name} {step}")
+                    optimizers[name].zero_grad()
+                else:
+                    optimizers[name].step()
     assert all(param.isfinite().all() for param in model.parameters())
     return withheld
 
@@ -239,18 +223,18 @@ def test_a_gradient_and_a_loss_are_named_with_their_rank(way: str, value: float)
         ("partly_frozen", "0.bias"),
     ],
 )
-def test_every_kind_of_gradient_is_looked_at(case: str, parameter: str) -> None:
+def test_every_kind_of_gradient_is_checked(case: str, parameter: str) -> None:
     assert raised_on_all(case=case, bad=Bad(parameter)) == RAISED.format(named(parameter))
 
 
 @for_each("parameter", ["0.bias", None])
-def test_one_process_alone_is_looked_at(parameter: str | None) -> None:
+def test_one_process_alone_is_checked(parameter: str | None) -> None:
     [rank] = trained(world_size=1, bad=Bad(parameter, ranks=[0]), on_nonfinite="raise")
     assert rank.error == RAISED.format(named(parameter, rank=0))
 
 
 @pytest.mark.parametrize("reads_late", [False, True])
-def test_one_process_alone_warns_of_its_loss_and_does_not_look_at_gradients(reads_late: bool) -> None:
+def test_one_process_alone_warns_of_its_loss_and_does_not_check_gradients(reads_late: bool) -> None:
     [rank] = trained(world_size=1, bad=Bad(None, ranks=[0]), on_nonfinite="warn", reads_late=reads_late)
     assert rank.num_nonfinite == 1
     assert "not finite in backward 2: the loss on rank 0 (nan)" in rank.warnings[0]
@@ -267,21 +251,20 @@ def test_all_ranks_are_listed() -> None:
         assert raised_on_all(world_size=3, bad=Bad(parameter, ranks=[0, 2])) == RAISED.format(what)
 
 
-def test_gradients_of_the_first_backward_are_looked_at_without_the_loss() -> None:
-    error = raised_on_all(bad=Bad("0.weight", step=0), tells_loss=False)
+def test_gradients_of_the_first_backward_are_checked_without_the_loss() -> None:
+    error = raised_on_all(bad=Bad("0.weight", step=0), checks_loss=False)
     assert "in backward 1: the gradient of `0.weight` on rank 1" in error
 
 
 @for_each("parameter", ["2.weight", None])
 @for_each("micro_batch", [0, 1, 2])
-def test_every_micro_batch_is_looked_at(micro_batch: int, parameter: str | None) -> None:
+def test_every_micro_batch_is_checked(micro_batch: int, parameter: str | None) -> None:
     error = raised_on_all(bad=Bad(parameter, micro_batch=micro_batch), micro_batches=3)
     assert error == RAISED.format(named(parameter))
 
 
-@for_each("parameter", ["2.weight", None])
-@for_each("world_size", [1, 2])
-def test_nothing_is_looked_at_on_request(world_size: int, parameter: str | None) -> None:
+@for_each(("world_size", "parameter"), [(1, None), (2, "2.weight")])
+def test_nothing_is_checked_on_request(world_size: int, parameter: str | None) -> None:
     for rank in trained(world_size, bad=Bad(parameter), on_nonfinite=None):
         assert (rank.error, rank.warnings, rank.num_nonfinite) == ("", [], 0)
 

@@ -125,7 +125,7 @@ def test_so_it_is_however_gradients_are_collected(case: str, options: dict[str, 
 @pytest.mark.parametrize("world_size", [2, 4])
 @on_ranks()
 def test_every_size_arrives(world_size: int) -> None:
-    """Gradients of from one to thousands of numbers come out as the mean, to within what 8 bits can say."""
+    """Gradients of one to thousands of numbers become the mean, with the precision of 8 bits."""
     sizes = [1, 2, 255, 256, 257, 511, 513, 256 * world_size, 256 * world_size + 1, 5000]
     model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes]).to(device())
     for cap in (1e-6, 0.004, 25.0):

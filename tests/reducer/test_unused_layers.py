@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -21,13 +20,14 @@ from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 from lightning_bucketddp.reducer.observer import BackwardObserver
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import Replicas
+from tests.support.cases import for_each
 from tests.support.jobs.models import WIDTH, batch, mlp
-from tests.support.jobs.parity import average_by_hand, build_reducer
+from tests.support.jobs.parity import assert_mean, build_reducer
 from tests.support.ranks import device, run_on_ranks
 
 
 class Layers(nn.Module):
-    """Layers that are used in the order that a step says."""
+    """Layers that are used in a given order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,17 +41,13 @@ class Layers(nn.Module):
 
 def differentiate(model: nn.Module, reducer: Reducer, step: int, *order: list[int]) -> None:
     """Give `model` the gradients of this rank's batch; they must be the mean over the ranks."""
-    reference = copy.deepcopy(model)
-    for each, mark in ((model, reducer.backward), (reference, torch.enable_grad)):
-        each.zero_grad()
-        loss = each(batch(dist.get_rank(), step).requires_grad_(), *order).square().mean()
-        with mark():
+
+    def run(module: nn.Module, backward: Any, no_sync: Any) -> None:
+        loss = module(batch(dist.get_rank(), step).requires_grad_(), *order).square().mean()
+        with backward():
             loss.backward()
-    average_by_hand(reference)
-    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (param.grad is None) == (other.grad is None), f"{name}, step {step}: {param.grad}"
-        if param.grad is not None and other.grad is not None:
-            assert torch.equal(param.grad, other.grad), f"{name}, step {step}: {param.grad - other.grad}"
+
+    assert_mean(model, reducer, run)
 
 
 def memory_is_given_back(kept: str) -> list[int]:
@@ -86,9 +82,9 @@ def memory_is_given_back(kept: str) -> list[int]:
 
 
 def flags_read(left_out: Callable[[int, int], list[int]], *, lie: bool = False) -> list[int]:
-    """Leave out the layers that `left_out` says of a rank and a step; gradients must be the mean.
+    """Leave out the layers that `left_out` returns for a rank and a step; gradients must be the mean.
 
-    Returns how often flags were read from the device, by step.
+    Returns how often flags were read from the device until each step.
     """
     torch.manual_seed(0)
     model = Layers().to(device())
@@ -97,21 +93,15 @@ def flags_read(left_out: Callable[[int, int], list[int]], *, lie: bool = False) 
     config = ReducerConfig(bucket_cap_mb=0.0006)
     reducer = Reducer(Replicas(model, collectives), config, weighting=weighting)
     reads: list[int] = []
-    original = LaunchQueue._attach_used_elsewhere
-
-    def reading(queue: LaunchQueue) -> None:
-        reads[-1] += 1
-        original(queue)
-
-    told = weighting.compare_missing
+    original, compare = LaunchQueue._attach_used_elsewhere, weighting.compare_missing
     with (
-        patch.object(LaunchQueue, "_attach_used_elsewhere", reading),
-        patch.object(weighting, "compare_missing", lambda *args, **kwargs: told(*args, **kwargs) or lie),
+        patch.object(LaunchQueue, "_attach_used_elsewhere", autospec=True, side_effect=original) as reading,
+        patch.object(weighting, "compare_missing", lambda *args, **kwargs: compare(*args, **kwargs) or lie),
     ):
         for step in range(8):
-            reads.append(0)
             skipped = left_out(dist.get_rank(), step)
             differentiate(model, reducer, step, [index for index in range(6) if index not in skipped])
+            reads.append(reading.call_count)
     reducer.close()
     collectives.close_host_groups()
     return reads
@@ -129,7 +119,7 @@ def none(rank: int, step: int) -> list[int]:
     return []
 
 
-@pytest.mark.skipif(not _GIVE_BACK_ON, reason="an older torch cannot tell who uses memory: it is kept")
+@pytest.mark.skipif(not _GIVE_BACK_ON, reason="an older torch does not count who uses memory: it is kept")
 @pytest.mark.parametrize("kept", ["nothing", "gradient", "alias"])
 def test_memory_of_gradients_is_given_back_unless_one_is_kept(kept: str) -> None:
     for held in run_on_ranks(memory_is_given_back, kept=kept):
@@ -138,14 +128,14 @@ def test_memory_of_gradients_is_given_back_unless_one_is_kept(kept: str) -> None
 
 @pytest.mark.parametrize(
     ("left_out", "expected"),
-    [(one_for_all, [1, 1, 0, 0, 0, 0, 0, 0]), (one_each, [1] * 8), (none, [0] * 8)],
+    [(one_for_all, [1] + [2] * 7), (one_each, list(range(1, 9))), (none, [0] * 8)],
 )
 def test_flags_are_read_where_ranks_miss_different_layers(left_out: Any, expected: list[int]) -> None:
     assert run_on_ranks(flags_read, left_out=left_out) == [expected] * 2
 
 
 def test_a_comparison_that_lies_is_noticed() -> None:
-    with pytest.raises(Exception, match=r"layers\.\d\.weight, step"):
+    with pytest.raises(Exception, match=r"layers\.\d\.weight"):
         run_on_ranks(flags_read, left_out=one_each, lie=True)
 
 
@@ -165,11 +155,11 @@ class _Launches(BackwardObserver):
         self.before_end.append(self._num_launched)
 
 
-def launched_before_end(*, moves: bool) -> tuple[int, list[int]]:
+def launched_before_end(*, moves: bool = False, overlap: bool = True) -> tuple[int, list[int]]:
     """Train in one order, then in another one; or move the module in mid-training."""
     torch.manual_seed(0)
     model = Layers().to(device())
-    reducer = build_reducer(model, bucket_cap_mb=0.0006)
+    reducer = build_reducer(model, bucket_cap_mb=0.0006, overlap=overlap)
     reducer.observer = launches = _Launches()
     for step in range(6):
         order = list(range(6)) if step < 3 or moves else list(reversed(range(6)))
@@ -184,8 +174,9 @@ def launched_before_end(*, moves: bool) -> tuple[int, list[int]]:
     return num_buckets, launches.before_end
 
 
-@pytest.mark.parametrize("moves", [False, True])
-def test_all_buckets_but_the_last_leave_before_the_end_in_any_order_and_after_a_move(moves: bool) -> None:
-    for num_buckets, before_end in run_on_ranks(launched_before_end, moves=moves):
+@for_each("how", [{}, {"moves": True}, {"overlap": False}])
+def test_all_buckets_but_the_last_leave_before_the_end_unless_overlap_is_off(how: dict[str, Any]) -> None:
+    """In any order, and after a move of the module."""
+    for num_buckets, before_end in run_on_ranks(launched_before_end, **how):
         assert num_buckets > 2
-        assert before_end == [0, *[num_buckets - 1] * 5]
+        assert before_end == [0, *[num_buckets - 1 if how.get("overlap", True) else 0] * 5]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -22,7 +21,7 @@ from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import Replicas
 from tests.support.cases import for_each
-from tests.support.jobs.parity import average_by_hand
+from tests.support.jobs.parity import assert_mean
 from tests.support.ranks import RankFailed, device, run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
@@ -93,28 +92,20 @@ def train(
         collectives = Collectives(device())
         reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=ONE_WEIGHT_MB, **options))
         for step in range(NUM_STEPS):
-            reference = copy.deepcopy(model)
-            for each in (model, reference):
-                each.zero_grad()
+
+            def run(module: nn.Module, backward: Any, no_sync: Any, step: int = step) -> None:
                 for micro_batch in range(micro_batches):
                     is_last = micro_batch == micro_batches - 1
-                    loss = each(
-                        inputs(step),
-                        # Where there are several: not in the last one.
-                        communicates=step >= communicates_from and (micro_batches == 1 or not is_last),
-                        uses_both=uses_both(step),
-                    ).square()
-                    with (
-                        nullcontext() if is_last else reducer.no_sync(),
-                        reducer.backward() if each is model else nullcontext(),
-                    ):
+                    # Where there are several micro-batches: not in the last one.
+                    communicates = step >= communicates_from and (micro_batches == 1 or not is_last)
+                    loss = module(inputs(step), communicates=communicates, uses_both=uses_both(step)).square()
+                    with nullcontext() if is_last else no_sync(), backward():
                         loss.mean().backward()
-                        backward = reducer._backward
-                        if is_last and backward is not None:
-                            launched.append(0 if backward.queue is None else backward.queue.next_to_launch)
-            average_by_hand(reference)
-            for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-                assert torch.equal(param.grad, other.grad), f"{name} in step {step}"  # type: ignore[arg-type]
+                        if is_last and reducer._backward is not None:
+                            queue = reducer._backward.queue
+                            launched.append(0 if queue is None else queue.next_to_launch)
+
+            assert_mean(model, reducer, run)
         reducer.close()
         collectives.close_host_groups()
     return launched

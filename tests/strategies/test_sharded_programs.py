@@ -24,7 +24,7 @@ from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.reducer import plan_cache
 from lightning_bucketddp.sharding.shards import ShardOption
 from tests.strategies.test_precision import Squares
-from tests.support.jobs.sharding import assert_equal_on_ranks, foreign_parts_spoiled
+from tests.support.jobs.sharding import assert_equal_on_ranks, foreign_shards_spoiled
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts import fabrics, models
 from tests.support.scripts.trainers import like_torchrun, make_trainer
@@ -114,7 +114,7 @@ def compare_programs(*, programs: dict[str, str], shard: Any, cap_mb: float, lar
     differ = []
     for name, program in programs.items():
         expected = run_program(fabrics.make_fabric("ddp_find_unused_parameters_true"), program)
-        with foreign_parts_spoiled(), patch.dict(plan_cache._ALONE_FROM_BYTES, cpu=large):
+        with foreign_shards_spoiled(), patch.dict(plan_cache._ALONE_FROM_BYTES, cpu=large):
             strategy = FabricStrategy(bucket_cap_mb=cap_mb, shard_optimizer=shard)
             weights = run_program(fabrics.make_fabric(strategy), program)
         for key, weight in weights.items():
@@ -280,7 +280,7 @@ FITS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
 
 def fit(module: Any, strategy: Any, **options: Any) -> Weights:
     trainer = make_trainer(strategy, max_epochs=1, **options)
-    with foreign_parts_spoiled():
+    with foreign_shards_spoiled():
         trainer.fit(module, models.loader())
     scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
     scale = {} if scaler is None else {"scale": torch.tensor(scaler.get_scale())}

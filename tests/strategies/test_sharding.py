@@ -23,7 +23,7 @@ from tests.strategies import test_optimization_styles as styles
 from tests.strategies import test_trainer as trainer_tests
 from tests.strategies.test_precision import Squares, option
 from tests.support.cases import for_each
-from tests.support.jobs.sharding import assert_equal_on_ranks, foreign_parts_spoiled, numbers_of
+from tests.support.jobs.sharding import assert_equal_on_ranks, foreign_shards_spoiled, numbers_of
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts import fabrics, models
 from tests.support.scripts.checkpoints import state_in
@@ -199,7 +199,7 @@ def train(scenario: Scenario, *, shard: ShardOption) -> tuple[dict[str, Any], Sh
     module = scenario.module()
     strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard, **scenario.strategy)
     trainer = make_trainer(strategy, max_epochs=scenario.num_epochs, **scenario.options())
-    with foreign_parts_spoiled():
+    with foreign_shards_spoiled():
         trainer.fit(module, scenario.loader(), models.loader() if scenario.validates else None)
     outcome = {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
@@ -221,11 +221,11 @@ def compare(*, scenario: Scenario, shard: ShardOption = True) -> None:
         assert_equal_on_ranks(weight, name)
     # Each element is of one rank.
     assert shards is not None
-    divided = [shard for known in shards.optimizers for shard in known.shards.values()]
-    own = torch.tensor([stop - start for shard in divided for start, stop in [shard.own]])
+    divided = [member for known in shards.optimizers for member in known.members.values()]
+    own = torch.tensor([stop - start for member in divided for start, stop in [member.own]])
     of_all = own.clone()
     dist.all_reduce(of_all)
-    assert of_all.tolist() == [shard.param.numel() for shard in divided]
+    assert of_all.tolist() == [member.param.numel() for member in divided]
     assert 0 < own.sum() < of_all.sum()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -80,6 +81,25 @@ def parity_with_mean(case: str, training: Training) -> Outcome:
 def parity_with_quantized_mean(case: str, training: Training) -> Outcome:
     """The same for gradients that travel as int8, against what that is defined to be, computed by hand."""
     return _train_both(CASES[case], training, synchronise=average_quantized_by_hand)
+
+
+def assert_mean(
+    model: nn.Module,
+    reducer: Reducer,
+    run: Callable[[Any, Callable[[], AbstractContextManager[None]], Callable[[], AbstractContextManager[None]]], None],
+    *,
+    tolerance: float = 0.0,
+) -> None:
+    """Call `run(module, backward, no_sync)` on the model and on a copy; gradients must be the mean of the copy's."""
+    model.zero_grad()
+    reference = copy.deepcopy(model)
+    run(model, reducer.backward, reducer.no_sync)
+    run(reference, nullcontext, nullcontext)
+    average_by_hand(reference)
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), f"{name}: {param.grad}"
+        if param.grad is not None and other.grad is not None:
+            _assert_close(param.grad, other.grad, tolerance, name)
 
 
 def average_by_hand(model: nn.Module) -> None:

@@ -91,14 +91,14 @@ def make_nothing() -> None:
 
 
 def plan_of_sharded_reducer(name: str, **options: Any) -> tuple[list[list[str]], int]:
-    """The same with `shard_optimizer`, and the bytes of the pieces that this rank steps."""
+    """The same with `shard_optimizer`, and the bytes of the shards that this rank steps."""
     module = getattr(import_module(__name__), name)().to(device())
     shards = Shards(Collectives(device()), whole_parameters=False)
     reducer = build_reducer(module, shards=shards, **options)
     shards.add(torch.optim.AdamW(module.parameters()))
     buckets = _plan_after_backward(module, reducer)
     [sharded] = shards.optimizers
-    return buckets, sum(shard.piece.nbytes for shard in sharded.shards.values() if shard.piece is not None)
+    return buckets, sum(member.shard.nbytes for member in sharded.members.values() if member.shard is not None)
 
 
 def plan_of_reducer(name: str, **options: Any) -> list[list[str]]:

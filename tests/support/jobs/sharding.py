@@ -124,13 +124,13 @@ class Outcome:
     Attributes:
         norms: what clipping has found, by step.
         state_numel: elements of optimizer state.
-        pieces: which elements of each parameter this rank steps.
+        ranges: which elements of each parameter this rank steps.
     """
 
     weights: dict[str, Tensor]
     norms: list[float] = field(default_factory=list)
     state_numel: int = 0
-    pieces: dict[str, tuple[int, int]] = field(default_factory=dict)
+    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -185,8 +185,8 @@ def train(*, clip: float | None = None, norm_type: float = 2.0, micro_batches: i
     weights = run.weights
     run.reducer.close()
     values = [value for state in run.inner.state.values() for value in state.values() if isinstance(value, Tensor)]
-    pieces = {s.name: s.own for s in run.shards.optimizers[0].shards.values()} if run.shards is not None else {}
-    return Outcome(weights, norms, sum(value.numel() for value in values if value.dim() > 0), pieces)
+    ranges = {one.name: one.own for one in run.shards.optimizers[0].members.values()} if run.shards is not None else {}
+    return Outcome(weights, norms, sum(value.numel() for value in values if value.dim() > 0), ranges)
 
 
 def assert_equal_on_ranks(weight: Tensor, name: str) -> None:
@@ -198,23 +198,23 @@ def assert_equal_on_ranks(weight: Tensor, name: str) -> None:
 
 
 @contextmanager
-def foreign_parts_spoiled() -> Iterator[None]:
-    """Leave nothing useful of the gradients that are others', as NCCL does: gloo gives every rank all of them."""
-    keep_share = ShardedBucket._keep_share
+def foreign_shards_spoiled() -> Iterator[None]:
+    """Overwrite the shards of other ranks, as NCCL does: gloo gives every rank all of them."""
+    divide_gradients = ShardedBucket._divide_gradients
 
     def spoil(bucket: ShardedBucket) -> None:
-        for shard in bucket.shards:
-            gradient = shard.param.grad
+        for member in bucket.members:
+            gradient = member.param.grad
             if gradient is not None:
                 numbers = flat(gradient.plain() if isinstance(gradient, ShardedGradient) else gradient)
-                numbers[: shard.own[0]], numbers[shard.own[1] :] = float("nan"), float("nan")
-        keep_share(bucket)
+                numbers[: member.own[0]], numbers[member.own[1] :] = float("nan"), float("nan")
+        divide_gradients(bucket)
 
-    ShardedBucket._keep_share = spoil  # type: ignore[assignment,method-assign]
+    ShardedBucket._divide_gradients = spoil  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        ShardedBucket._keep_share = keep_share  # type: ignore[method-assign]
+        ShardedBucket._divide_gradients = divide_gradients  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def numbers_of(dtype: torch.dtype) -> Iterator[None]:
 def compare(*, tolerance: float = 0.0, is_double: bool = False, **setting: Any) -> tuple[Outcome, Outcome]:
     """Train without and with sharding, and assert that weights are equal; return both outcomes."""
     shard = setting.pop("shard", True)
-    with foreign_parts_spoiled(), numbers_of(torch.float64) if is_double else nullcontext():
+    with foreign_shards_spoiled(), numbers_of(torch.float64) if is_double else nullcontext():
         whole, sharded = (train(shard=option, **setting) for option in (False, shard))
     for name, expected in whole.weights.items():
         torch.testing.assert_close(sharded.weights[name], expected, rtol=tolerance, atol=tolerance)
