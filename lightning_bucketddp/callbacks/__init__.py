@@ -1,1 +1,1 @@
-"""Monitor, learning rate, scaling, batch size finder, less their base class."""
+"""Monitor, learning rate, scaling, batch size finder, without their base class."""

@@ -1,9 +1,9 @@
-"""`BatchSizeFinder` and `Tuner` for several ranks, less their Lightning base classes.
+"""`BatchSizeFinder` and `Tuner` for several ranks, without their Lightning base classes.
 
-When one rank runs out of memory, the others wait for it in some collective. In a trial the ranks therefore ask each
-other before each collective of all ranks, over connections of their own, whether all are well. A rank that has failed
-comes to the next question instead of to the collective, and all ranks raise. Every collective was either begun by all
-of them or by none, so process groups stay as they were.
+When one rank runs out of memory, the others wait for it in some collective. In a trial the ranks therefore exchange
+their status before each collective of all ranks, over connections of their own. A rank that has failed comes to the
+next exchange instead of to the collective, and all ranks raise. Every collective was begun by all ranks or by none, so
+process groups stay usable.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ else:
     _BatchSizeFinder = _Tuner = object
 
 
-# Methods of `ProcessGroup`: whatever calls a collective in Python comes to one of them. Not all are in each version.
+# Methods of `ProcessGroup`: each collective of Python calls one of them. Some exist in some versions of torch only.
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "barrier", "monitored_barrier"),
     *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
@@ -107,8 +107,8 @@ class SharedTuner(_Tuner):
 
 @contextmanager
 def _searching_together(trainer: Trainer, strategy: TrainerStrategy) -> Iterator[None]:
-    """Have each run of the active loop be a trial of all ranks; training begins then as if there had been none."""
-    assert trainer.state.fn is not None  # it runs
+    """Make each run of the active loop a trial of all ranks; afterwards training begins as if there had been none."""
+    assert trainer.state.fn is not None
     assert strategy._collectives is not None
     if strategy._state.islands is not None:
         raise ValueError(
@@ -127,7 +127,7 @@ def _searching_together(trainer: Trainer, strategy: TrainerStrategy) -> Iterator
             with trials.attempt():
                 return run()
         except Exception as error:
-            # Where the loop was interrupted it may have been validating.
+            # The loop may have been interrupted in its validation.
             trainer.state.stage = stage
             for module, mode in modes.items():
                 module.training = mode
@@ -143,7 +143,7 @@ def _searching_together(trainer: Trainer, strategy: TrainerStrategy) -> Iterator
             set_num_samples(combined, lambda: _smallest_num_samples(combined, strategy))
 
     with ExitStack() as restored:
-        # As an error leaves it in Lightning before 2.6.
+        # Lightning before 2.6 does not restore the callbacks after an error.
         restored.callback(setattr, trainer, "callbacks", callbacks)
         restored.callback(replace_method(loop, "run", run_as_trial))
         restored.callback(replace_method(loop, "setup_data", setup_data_and_count))
@@ -154,7 +154,7 @@ def _searching_together(trainer: Trainer, strategy: TrainerStrategy) -> Iterator
 
 
 def _forget_step(strategy: TrainerStrategy) -> None:
-    """Drop what steps have left that do not count, or that were interrupted. All ranks must call this."""
+    """Drop the state of steps that do not count, or that were interrupted. All ranks must call this."""
     if strategy._state.weighting is not None:
         strategy._state.weighting.forget_step()
     if strategy._state.is_fit:
@@ -162,23 +162,19 @@ def _forget_step(strategy: TrainerStrategy) -> None:
 
 
 def _smallest_num_samples(combined: Any, strategy: TrainerStrategy) -> int:
-    """Return how many samples a rank has, where all ranks must stop: no batch can be larger. 0: nobody knows."""
-    lengths = [_num_samples(of_rank, strategy.world_size) for of_rank in combined.flattened]
-    smallest: int = min(strategy.gather_json(max(lengths, default=0)))
+    """Return the samples of the rank that has the fewest: no batch can be larger. 0: not known."""
+    most = 0
+    for loader in combined.flattened:
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, Sized):
+            # A loader that is divided among the ranks has a sampler of all samples.
+            most = max(most, len(sampler) // (1 if share_of(loader) is None else strategy.world_size))
+    smallest: int = min(strategy.gather_json(most))
     return smallest
 
 
-def _num_samples(loader: Any, world_size: int) -> int:
-    """Return how many samples a rank has of `loader`; 0: nobody knows."""
-    sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, Sized):
-        return 0
-    # What is divided among the ranks has a sampler of all samples.
-    return len(sampler) // world_size if share_of(loader) is not None else len(sampler)
-
-
 class Status(IntEnum):
-    """How a rank does in a trial, the worst last."""
+    """The status of a rank in a trial, the worst last."""
 
     RUNNING = 0
     DONE = 1
@@ -190,17 +186,17 @@ class Trials:
     """Trials that succeed on all ranks or on none, one after the other.
 
     Args:
-        is_out_of_memory: whether an error says that memory was not enough, as what is raised on the other ranks does.
+        is_out_of_memory: whether an error is for lack of memory; it is true of the error raised on the other ranks.
     """
 
     def __init__(self, collectives: Collectives, *, is_out_of_memory: Callable[[BaseException], bool]) -> None:
         self._ranks = collectives.further_group("agreement", in_host_memory=True)
         self._is_out_of_memory = is_out_of_memory
         self._outcome: Status | None = None  # of all ranks, once the trial is over
-        self._rank = 0  # which has decided it
+        self._rank = 0  # the rank that decided the outcome
 
-    def ran_out_of_memory(self, error: BaseException | None) -> bool:
-        """Return whether `error`, or one in whose handling it was raised, says that memory was not enough."""
+    def _ran_out_of_memory(self, error: BaseException | None) -> bool:
+        """Return whether `error`, or one in whose handling it was raised, is for lack of memory."""
         while error is not None:
             if self._is_out_of_memory(error):
                 return True
@@ -209,7 +205,7 @@ class Trials:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Try what is inside. All ranks must do so; it raises on all of them if it does on one."""
+        """Run the body as a trial, on all ranks; it raises on all of them if it raises on one."""
         self._outcome, error = None, None
         try:
             with _before_each_collective(self._go_on):
@@ -218,29 +214,29 @@ class Trials:
             error = raised
         own = Status.DONE
         if error is not None:
-            own = Status.OUT_OF_MEMORY if self.ran_out_of_memory(error) else Status.FAILED
+            own = Status.OUT_OF_MEMORY if self._ran_out_of_memory(error) else Status.FAILED
         while self._outcome is None:
-            self._ask(own)
+            self._exchange(own)
         try:
-            # Each rank knows best what it has raised, unless that only hides a lack of memory.
+            # The rank's own error is the best explanation, unless it only hides a lack of memory.
             if error is not None and self._outcome is own and (own is Status.FAILED or self._is_out_of_memory(error)):
                 raise error
             self._raise_if_over()
         finally:
-            del error  # it holds this frame, and all that the trial has left
+            del error  # it holds this frame, and all objects of the trial
 
     def _go_on(self, group: Any) -> None:
         if group is self._ranks.group or group.size() != self._ranks.world_size:
             return
         self._raise_if_over()
-        # What cleans up behind a failure may come to other collectives than the ranks that are well.
-        has_failed = self.ran_out_of_memory(sys.exc_info()[1])
-        self._ask(Status.OUT_OF_MEMORY if has_failed else Status.RUNNING)
+        # The cleanup after a failure may come to other collectives than the ranks that have not failed.
+        has_failed = self._ran_out_of_memory(sys.exc_info()[1])
+        self._exchange(Status.OUT_OF_MEMORY if has_failed else Status.RUNNING)
         self._raise_if_over()
 
-    def _ask(self, status: Status) -> None:
-        """Tell the others how this rank does, and learn how they do."""
-        statuses = [int(told) for told in self._ranks.gather(torch.tensor(int(status)))]
+    def _exchange(self, status: Status) -> None:
+        """Exchange the status of all ranks, and set the outcome if the trial is over."""
+        statuses = [int(gathered) for gathered in self._ranks.gather(torch.tensor(int(status)))]
         if max(statuses) > Status.DONE or min(statuses) == Status.DONE:
             self._outcome, self._rank = Status(max(statuses)), statuses.index(max(statuses))
 
@@ -260,7 +256,7 @@ def _before_each_collective(act: Callable[[Any], None]) -> Iterator[None]:
     def acting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
-            # A worker goes on with what all ranks have begun, wherever they are by now.
+            # A worker continues an operation that all ranks have begun, wherever they are by now.
             if not isinstance(threading.current_thread(), WorkerThread):
                 act(group)
             return original(group, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""`BucketDDPMonitor`, less its Lightning base class."""
+"""`BucketDDPMonitor`, without its Lightning base class."""
 
 from __future__ import annotations
 
@@ -54,12 +54,13 @@ class RecordedFit:
     def __init__(self, strategy: TrainerStrategy, *, every_n_rounds: int, folder: Path | None) -> None:
         self.run = _describe_run(strategy)
         self.unlogged: list[Step] = []
-        # Only those that are written, if there is a file: the file must give the same summary.
+        # If there is a file, the steps in it: the file must give the same summary.
         self.steps: deque[Step] = deque(maxlen=NUM_STEPS)
-        # Of the last step that was read; None if the last round brought none.
-        self.new_overlap: float | None = None
+        self.new_overlap: float | None = None  # of the last step that was read in this round
         self.outer_steps: list[OuterStepStats] = []
         self.strategy = strategy
+        self.plans: dict[int, RecordedPlan] = {}
+        self.profile: Profile | None = None  # the one that `bucket_cap_mb="auto"` measured, on rank 0
         self._every_n_rounds = every_n_rounds
         self._recorder = StepRecorder(strategy.root_device)
         self._unread: deque[tuple[MarkedStep, bool]] = deque()
@@ -68,22 +69,10 @@ class RecordedFit:
         self._num_batches = 0
         self._sampling = Sampling()
         self._is_written = False
-        self._plans: dict[int, RecordedPlan] = {}
-        self._known_profile: Profile | None = None
         self._has_file = folder is not None
         self._file = RecordFile(folder, rank=self.run.rank)
         self._file.write(self.run)
         self._stop_seeing_fetches = call_before_fetch(strategy.trainer, self.begin_fetch)
-
-    @property
-    def profile(self) -> Profile | None:
-        """Return the profile that `bucket_cap_mb="auto"` measured, on rank 0."""
-        return None if self.strategy.reducer is None else self.strategy.reducer.profile
-
-    @property
-    def plan(self) -> RecordedPlan | None:
-        """Return the plan of the last step."""
-        return self._plans.get(self.steps[-1].plan) if self.steps else None
 
     def _begin_if_due(self) -> bool:
         """Start recording, before a batch, if the next round is due; return whether the current one is recorded."""
@@ -91,7 +80,7 @@ class RecordedFit:
         if recording.recorder is None and (self._num_rounds + 1) % self._every_n_rounds == 0:
             self._is_written = self._has_file and self._sampling.takes_next()
             self._num_batches = 0
-            # Rounds 1, 2, 4, 8, ... wait: enough to know, and few enough to cost nothing.
+            # Recorded rounds 1, 2, 4, 8, ... wait for the device: so few cost nothing.
             self._num_recorded += 1
             self._recorder.measures_lag = self._num_recorded.bit_count() == 1
             recording.begin(self.strategy, self._recorder, self._keep)
@@ -122,7 +111,7 @@ class RecordedFit:
             self.read()
 
     def read_outer_steps(self) -> None:
-        """Write down the exchanges of weights between islands since the last call."""
+        """Record the exchanges of weights between islands since the last call."""
         assert self.strategy.reducer is not None
         for one in self.strategy.reducer.stats.outer_steps[len(self.outer_steps) :]:
             self.outer_steps.append(one)
@@ -156,24 +145,23 @@ class RecordedFit:
         reducer = self.strategy.reducer
         assert reducer is not None
         self._unread.append((marked, self._is_written))
-        if reducer.bucket_set is not None and marked.plan not in self._plans:
+        if reducer.bucket_set is not None and marked.plan not in self.plans:
             scatters = reducer.replicas.collectives.scatters
             plan = plan_of(marked.plan, reducer.bucket_set.plan, reducer.specs, scatters=scatters)
-            self._plans[marked.plan] = plan
+            self.plans[marked.plan] = plan
             self._file.write(plan)
         self._write_profile()
 
     def _write_profile(self) -> None:
-        profile = self.profile
-        if profile is not None and profile is not self._known_profile:
-            assert self.strategy.reducer is not None
-            self._known_profile = profile
-            self._file.write(profile)
-            self._file.write(Tuning(self.strategy.reducer.plans.tuning))
+        reducer = self.strategy.reducer
+        if reducer is not None and reducer.profile is not None and reducer.profile is not self.profile:
+            self.profile = reducer.profile
+            self._file.write(reducer.profile)
+            self._file.write(Tuning(reducer.plans.tuning))
 
 
 def _describe_run(strategy: TrainerStrategy) -> Run:
-    """Return what stays the same in a fit."""
+    """Return the facts that stay the same in a fit."""
     assert strategy.reducer is not None
     assert strategy.process_group_backend is not None
     config, device = strategy.config, strategy.root_device
@@ -226,16 +214,15 @@ def _peak_memory(device: torch.device) -> int:
 
 
 class StepMonitoring(_Callback):
-    """Logs how long steps wait for communication, records what they do when, and sums it up at the end of a fit.
+    """Logs how long steps wait for communication, records their phases, and prints a summary at the end of a fit.
 
-    Works with `strategy="bucketddp"`. What is recorded is read when the device has come to it.
-    Only recorded steps 1, 2, 4, 8, ... wait for it, once each, to see whether it waits for Python.
-    Each rank writes `bucketddp/rank-N.jsonl`, from which `bucketddp report` makes a page. Files stay small: after
-    1,000 recorded batches every second recorded step is written, after 1,000 more every fourth, and so on. What an
-    earlier fit has written there is replaced.
+    Works with `strategy="bucketddp"`. Only recorded steps 1, 2, 4, 8, ... wait for the device, once each, to find out
+    whether it waits for Python. Each rank writes `bucketddp/rank-N.jsonl`, from which `bucketddp report` makes a page,
+    in place of the file of an earlier fit. Files stay small: after 1,000 recorded batches every second recorded step
+    is written, after 1,000 more every fourth, and so on.
 
     Args:
-        every_n_steps: Which optimizer steps are recorded. Of several optimizers all steps are that belong to one batch.
+        every_n_steps: Record every n-th optimizer step; with several optimizers, all steps that belong to one batch.
         dirpath: Where the folder `bucketddp` is made; by default where the logger writes, or `default_root_dir`.
         summary: Print a table and suggestions at the end of a fit, on rank zero.
         progress_bar: Show `overlap_pct` in the progress bar.
@@ -258,11 +245,10 @@ class StepMonitoring(_Callback):
         self._fit: RecordedFit | None = None
         self._global_step = 0
         self._summary: Summary | None = None
-        # Where the last fit was recorded; also known to a process that has forked the ranks.
-        self.recorded_in: Path | None = None
+        self.recorded_in: Path | None = None  # the folder of the last fit; also in a process that has forked the ranks
 
     def show(self, height: int = 900) -> InlinePage:
-        """Return the page of the last fit, of which `height` pixels are visible, for the last line of a cell."""
+        """Return the page of the last fit, `height` pixels high, for the last line of a notebook's cell."""
         from lightning_bucketddp.commands.report import InlinePage, make_page
 
         if self.recorded_in is None:
@@ -314,8 +300,10 @@ class StepMonitoring(_Callback):
             # A collective: all ranks take part, whether they recorded anything or not.
             numbers = RankNumbers.of(self._fit.run, list(self._fit.steps))
             gathered = self._fit.strategy.gather_json(asdict(numbers))
-            if trainer.is_global_zero:
-                self._sum_up(self._fit, [RankNumbers.from_json(content) for content in gathered])
+            if trainer.is_global_zero and not self._fit.steps:
+                rank_zero_info(f"{_NAME}: the fit was too short, no step was recorded. Pass a smaller `every_n_steps`.")
+            elif trainer.is_global_zero:
+                self._summary = _summarize(self._fit, [RankNumbers.from_json(content) for content in gathered])
         self._close()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -330,16 +318,6 @@ class StepMonitoring(_Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
 
-    def _sum_up(self, fit: RecordedFit, ranks: list[RankNumbers]) -> None:
-        if not fit.steps:
-            rank_zero_info(f"{_NAME}: the fit was too short, no step was recorded. Pass a smaller `every_n_steps`.")
-            return
-        step = TypicalStep.of(ranks, fit.run, fit.plan, fit.profile)
-        shards = fit.strategy.shards
-        state = None if shards is None else (shards.state_bytes, shards.whole_state_bytes)
-        advice = suggestions(step)
-        self._summary = Summary.of(step, suggestions=advice, state_bytes=state, outer_steps=fit.outer_steps)
-
     def _log(self, trainer: Trainer, fit: RecordedFit) -> None:
         steps, fit.unlogged = fit.unlogged, []
         if steps:
@@ -350,3 +328,10 @@ class StepMonitoring(_Callback):
         fit, self._fit = self._fit, None
         if fit is not None:
             fit.close()
+
+
+def _summarize(fit: RecordedFit, ranks: list[RankNumbers]) -> Summary:
+    step = TypicalStep.of(ranks, fit.run, fit.plans.get(fit.steps[-1].plan), fit.profile)
+    shards = fit.strategy.shards
+    state = None if shards is None else (shards.state_bytes, shards.whole_state_bytes)
+    return Summary.of(step, suggestions=suggestions(step), state_bytes=state, outer_steps=fit.outer_steps)

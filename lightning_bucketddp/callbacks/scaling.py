@@ -1,4 +1,4 @@
-"""`ScaleLearningRate` and `ScalingMonitor`, less their Lightning base class, and the size of the global batch."""
+"""`ScaleLearningRate` and `ScalingMonitor`, without their Lightning base class, and the size of the global batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sized
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,17 +23,14 @@ if TYPE_CHECKING:
 else:
     _Callback = object
 
-_EPOCHS_OF_THE_PAPER = 5
-_MONITOR_HOOKS = ("on_train_epoch_start", "on_train_batch_start")
-
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
     """The samples of one optimizer step, over all ranks and accumulated batches."""
 
     num_ranks: int
-    over_ranks: int  # the samples of one batch on every rank, added up
-    num_micro_batches: int  # that each rank accumulates
+    over_ranks: int  # the samples of one batch of every rank, added up
+    num_micro_batches: int  # the batches that each rank accumulates
 
     @classmethod
     def of(cls, trainer: Trainer, *, batch_size_per_rank: int | None, asked_by: str) -> GlobalBatch:
@@ -48,10 +45,10 @@ class GlobalBatch:
                 " one rank."
             )
         # A sum, so that all ranks get the same number even if their batches differ.
-        summed = trainer.strategy.reduce(
-            torch.tensor(on_this_rank, device=trainer.strategy.root_device), reduce_op="sum"
+        size = torch.tensor(on_this_rank, device=trainer.strategy.root_device)
+        return cls(
+            trainer.world_size, int(trainer.strategy.reduce(size, reduce_op="sum")), trainer.accumulate_grad_batches
         )
-        return cls(trainer.world_size, int(summed), trainer.accumulate_grad_batches)
 
     @property
     def size(self) -> int:
@@ -76,21 +73,24 @@ class _AppliedRate:
         return self.group["lr"] is self.effective
 
 
-@dataclass(eq=False)
 class EffectiveRates:
-    """Multiplies the learning rates of `optimizer` during its steps: no scheduler and no checkpoint ever sees them."""
+    """Multiplies the learning rates of `optimizer` during its steps: no scheduler and no checkpoint ever sees them.
 
-    optimizer: Optimizer
-    multiplier: Callable[[int], float]  # returns the multiplier for a step, by its number
-    num_steps: int  # that the optimizer has made
-    depth: int = 0  # of nested steps
-    _applied: list[_AppliedRate] = field(default_factory=list)
+    Args:
+        multiplier: returns the multiplier for a step, by its number.
+        num_steps: how many steps the optimizer has made.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, optimizer: Optimizer, multiplier: Callable[[int], float], *, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.depth = 0  # of nested steps
+        self._optimizer = optimizer
+        self._multiplier = multiplier
+        self._applied: list[_AppliedRate] = []
         self._handles = [
-            self.optimizer.register_step_pre_hook(self._before_step),
-            self.optimizer.register_step_post_hook(self._after_step),
-            self.optimizer.register_state_dict_post_hook(self._as_scheduled),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_post_hook(self._save_scheduled),
         ]
 
     def follow(self) -> None:
@@ -118,8 +118,8 @@ class EffectiveRates:
     def apply(self) -> None:
         """Set the learning rates of the next step, until `restore`."""
         self.restore()  # in case the last step raised
-        multiplier = self.multiplier(self.num_steps)
-        for group in self.optimizer.param_groups:
+        multiplier = self._multiplier(self.num_steps)
+        for group in self._optimizer.param_groups:
             scheduled = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]
             _set_rate(group, scheduled * multiplier)
             self._applied.append(_AppliedRate(group, scheduled, effective=group["lr"]))
@@ -131,7 +131,7 @@ class EffectiveRates:
             if rate.is_untouched():
                 _set_rate(rate.group, rate.scheduled)
 
-    def _as_scheduled(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def _save_scheduled(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Save scheduled learning rates even if a signal asks for a checkpoint within a step."""
         for rate, saved in zip(self._applied, state_dict["param_groups"], strict=False):
             if rate.is_untouched():
@@ -181,10 +181,11 @@ class LearningRateScaling(_Callback):
             raise ValueError(f"A warm-up of {warmup_epochs or warmup_steps} is not possible; pass 0 for none.")
         self._base_batch_size = base_batch_size
         self._rule = rule
-        self._warmup_epochs = _EPOCHS_OF_THE_PAPER if warmup_epochs is None else warmup_epochs
+        self._warmup_epochs = 5 if warmup_epochs is None else warmup_epochs  # as in the paper
         self._warmup_steps = warmup_steps
         self._batch_size_per_rank = batch_size_per_rank
         self._batch: GlobalBatch | None = None
+        self._factor = 1.0
         self._num_warmup_steps = 0
         self._rates: list[EffectiveRates] = []
         self._steps_before: list[int] = []
@@ -207,7 +208,7 @@ class LearningRateScaling(_Callback):
         else:
             steps_per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
             self._num_warmup_steps = round(self._warmup_epochs * steps_per_epoch)
-        self._find_batch_size(trainer)
+        self.on_train_epoch_start(trainer, pl_module)  # Lightning leaves it out in the middle of an epoch
         # Optimizers are new in each fit; their steps count from 0 unless a checkpoint was loaded.
         steps = [*self._steps_before, *[0] * len(trainer.optimizers)]
         self._steps_before = []
@@ -216,19 +217,20 @@ class LearningRateScaling(_Callback):
             EffectiveRates(optimizer, multiplier, num_steps=num_steps)
             for optimizer, num_steps in zip(trainer.optimizers, steps, strict=False)
         ]
-        # Let each `LearningRateMonitor`, which reads before a step, see the rates that the step uses.
+        # Let each `LearningRateMonitor`, which reads before a step, read the rates that the step uses.
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if any(base.__name__ == "LearningRateMonitor" for base in type(callback).__mro__):
-                for hook in _MONITOR_HOOKS:
+                for hook in ("on_train_epoch_start", "on_train_batch_start"):
                     self._attached.callback(delattr, callback, hook)
                     setattr(callback, hook, partial(self._call_with_rates_applied, getattr(callback, hook)))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._find_batch_size(trainer)  # the data may have been reloaded
+        size = self._batch_size_per_rank  # of the data, which may have been reloaded, if it is None
+        self._adopt(GlobalBatch.of(trainer, batch_size_per_rank=size, asked_by="ScaleLearningRate"))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         for rates in self._rates:
-            rates.depth = 0  # a step that raised leaves one behind
+            rates.depth = 0  # it is not, after a step that raised
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         for rates in self._rates:
@@ -240,26 +242,16 @@ class LearningRateScaling(_Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._detach()
 
-    def _find_batch_size(self, trainer: Trainer) -> None:
-        self._adopt(
-            GlobalBatch.of(trainer, batch_size_per_rank=self._batch_size_per_rank, asked_by="ScaleLearningRate")
-        )
-
     def _adopt(self, batch: GlobalBatch) -> None:
         if batch == self._batch:
             return
         self._batch = batch
-        warms_up = self._factor > 1 and self._num_warmup_steps > 0
+        factor = batch.size / self._base_batch_size
+        self._factor = factor if self._rule == "linear" else math.sqrt(factor)
+        warm_up = f", warmed up over {self._num_warmup_steps} steps" if factor > 1 and self._num_warmup_steps else ""
         rank_zero_info(
-            f"ScaleLearningRate: {batch}, base {self._base_batch_size}: learning rate x {self._factor:g}"
-            + (f", warmed up over {self._num_warmup_steps} steps" if warms_up else "")
+            f"ScaleLearningRate: {batch}, base {self._base_batch_size}: learning rate x {self._factor:g}{warm_up}"
         )
-
-    @property
-    def _factor(self) -> float:
-        assert self._batch is not None
-        factor = self._batch.size / self._base_batch_size
-        return factor if self._rule == "linear" else math.sqrt(factor)
 
     def _multiplier(self, trainer: Trainer, num_steps: int) -> float:
         assert self._batch is not None
@@ -291,9 +283,8 @@ class ScalingMeasurement(_Callback):
     Waits for the device there and nowhere else. Epochs of one step have nothing to measure.
 
     Args:
-        single_rank_samples_per_second: What one rank does alone with the same batch size per rank. A run with
-            `devices=1` and this callback says it at its end. Without it no efficiency is logged: nothing within a run
-            on many ranks tells how fast one of them is alone.
+        single_rank_samples_per_second: The samples per second of one rank alone with the same batch size per rank. A
+            run with `devices=1` and this callback prints them at its end. Without them no efficiency is logged.
         batch_size_per_rank: Samples in one batch of one rank, where the data does not say.
     """
 
@@ -310,16 +301,17 @@ class ScalingMeasurement(_Callback):
         self._global_step = 0
         # When consecutive steps with nothing but training between them began, and the samples of all ranks in them.
         self._began_at: float | None = None
-        self._new_samples = 0.0
-        self._num_samples, self._seconds = 0.0, 0.0  # of all of them
+        self._new_samples = 0
+        self._num_samples, self._seconds = 0.0, 0.0  # in all measurements together
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._find_batch_size(trainer)
+        self.on_train_epoch_start(trainer, pl_module)  # Lightning leaves it out in the middle of an epoch
         self._global_step = trainer.global_step
         self._num_samples, self._seconds = 0.0, 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._find_batch_size(trainer)  # the data may have been reloaded
+        size = self._batch_size_per_rank  # of the data, which may have been reloaded, if it is None
+        self._batch = GlobalBatch.of(trainer, batch_size_per_rank=size, asked_by="ScalingMonitor")
         self._began_at = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -331,12 +323,13 @@ class ScalingMeasurement(_Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._count(trainer, batch_idx)
+        if self._began_at is not None:
+            self._count(trainer, batch_idx)
         if trainer.global_step == self._global_step:
             return  # still accumulating
         self._global_step = trainer.global_step
         if self._began_at is None:
-            self._began_at, self._new_samples = _now(trainer.strategy.root_device), 0.0
+            self._began_at, self._new_samples = _now(trainer.strategy.root_device), 0
         elif is_log_step(trainer):
             self._log(trainer, self._began_at)
 
@@ -351,21 +344,18 @@ class ScalingMeasurement(_Callback):
             hint = "" if efficiency is None else f" Scaling efficiency {efficiency:.3f}."
         rank_zero_info(f"ScalingMonitor: {trainer.world_size} rank(s): {rate:.6g} samples per second.{hint}")
 
-    def _find_batch_size(self, trainer: Trainer) -> None:
-        self._batch = GlobalBatch.of(trainer, batch_size_per_rank=self._batch_size_per_rank, asked_by="ScalingMonitor")
-
     def _count(self, trainer: Trainer, batch_idx: int) -> None:
         """Add the samples of a batch on all ranks, or stop measuring if they are unknown."""
         assert self._batch is not None
-        if self._began_at is None:
-            return
-        size: float = self._batch.over_ranks
-        if trainer.is_last_batch and self._batch_size_per_rank is None:
-            in_epoch = _samples_in_epoch(trainer.train_dataloader)
-            if in_epoch is None:
+        size = self._batch.over_ranks
+        batch_sampler = getattr(trainer.train_dataloader, "batch_sampler", None)
+        may_be_short = trainer.is_last_batch and not getattr(batch_sampler, "drop_last", False)
+        if may_be_short and self._batch_size_per_rank is None:
+            sampler = getattr(batch_sampler, "sampler", None)
+            if not isinstance(sampler, Sized):  # that of an iterable dataset has no length
                 self._began_at = None
                 return
-            size = min(size, trainer.world_size * in_epoch - batch_idx * size)
+            size = min(size, trainer.world_size * len(sampler) - batch_idx * size)
         self._new_samples += size
 
     def _log(self, trainer: Trainer, began_at: float) -> None:
@@ -379,22 +369,12 @@ class ScalingMeasurement(_Callback):
         log_at_once(trainer, values)
         self._num_samples += self._new_samples
         self._seconds += now - began_at
-        self._began_at, self._new_samples = now, 0.0
+        self._began_at, self._new_samples = now, 0
 
     def _efficiency(self, samples_per_second: float, trainer: Trainer) -> float | None:
         if self._single_rank_samples_per_second is None:
             return None
         return samples_per_second / (trainer.world_size * self._single_rank_samples_per_second)
-
-
-def _samples_in_epoch(loader: Any) -> float | None:
-    """Return the samples of this rank in an epoch: infinite if no batch is short, None if unknown."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    if getattr(batch_sampler, "drop_last", False):
-        return math.inf
-    sampler = getattr(batch_sampler, "sampler", None)
-    # The sampler of an iterable dataset has no length.
-    return len(sampler) if isinstance(sampler, Sized) else None
 
 
 def _now(device: torch.device) -> float:

@@ -7,21 +7,20 @@ Note: cost of an all-reduce
     rank has a link of its own, and all links are alike.
 
 Note: halves
-    An all-reduce is a reduce-scatter and then an all-gather, and each takes half of the hops and half of the bytes. So
-    where gradients are reduce-scattered and weights are all-gathered, each bucket counts half of its bytes twice. To
+    An all-reduce is a reduce-scatter and then an all-gather; each takes half of the hops and half of the bytes. To
     reduce a bucket to its owner, or to broadcast it from there, is counted in the same way: each link carries it once.
 
 Note: timeline
     Reductions run one after the other, in launch order: one begins when its bucket is complete and the one before has
-    ended. What has not arrived is complete when backward ends. A sparse gradient is exchanged after backward and costs
-    the latency only, because nobody knows its size in advance. The flags in the last bucket, and the few bytes between
-    gradients, are not counted.
+    ended. A bucket with a gradient that never arrives is complete when backward ends. A sparse gradient is exchanged
+    after backward and costs the latency only, because its size is not known in advance. The flags in the last bucket,
+    and the padding between gradients, are not counted.
 
     A bucket that travels as another dtype is encoded when it is complete, which makes backward late by as much. When
-    backward has ended, buckets are decoded in launch order, each as soon as it has come. Both count as waiting.
+    backward has ended, buckets are decoded in launch order, each as soon as it is reduced. Both count as waiting.
 
-    A bucket that is sharded is reduce-scattered, and all-gathered at the end of the optimizer's step, which waits for
-    it (Note: halves). That the optimizer then steps fewer parameters is not counted.
+    A sharded bucket is reduce-scattered, and all-gathered at the end of the optimizer's step, which waits for it
+    (Note: halves). That the optimizer then steps fewer parameters is not counted.
 """
 
 from __future__ import annotations
@@ -52,16 +51,12 @@ class AllReduceCost:
         return self.latency_s + num_bytes * self.s_per_byte
 
     def slower(self, factor: float) -> AllReduceCost:
-        """Return the cost on a network that takes `factor` times as long."""
+        """Return the cost where everything takes `factor` times as long."""
         return AllReduceCost(self.latency_s * factor, self.s_per_byte * factor)
-
-    def halved(self) -> AllReduceCost:
-        """Return the cost of a reduce-scatter, or of an all-gather (Note: halves)."""
-        return self.slower(0.5)
 
     @classmethod
     def fit(cls, seconds_by_bytes: Mapping[int, Sequence[float]]) -> AllReduceCost:
-        """Fit a line to the medians at each size, by relative errors: else the largest size alone would decide."""
+        """Fit a line to the medians at each size, by relative errors: otherwise the largest size alone would count."""
         medians = {num_bytes: statistics.median(seconds) for num_bytes, seconds in seconds_by_bytes.items()}
         weights = {num_bytes: 1 / max(seconds, 1e-9) ** 2 for num_bytes, seconds in medians.items()}
         total = sum(weights.values())
@@ -78,9 +73,9 @@ class AllReduceCost:
 class Network:
     """Links between ranks."""
 
-    name: str  # for people
-    bytes_per_s: float  # that one rank's link carries in each direction
-    hop_s: float  # that the shortest message takes to the next rank
+    name: str
+    bytes_per_s: float  # of one rank's link, in each direction
+    hop_s: float  # how long the shortest message takes to the next rank
 
     def all_reduce(self, num_ranks: int) -> AllReduceCost:
         return AllReduceCost(_num_hops(num_ranks) * self.hop_s, share_of_a_link(num_ranks) / self.bytes_per_s)
@@ -105,14 +100,14 @@ def share_of_a_link(num_ranks: int) -> float:
 class Profile:
     """A backward on one rank. Times are seconds since it began."""
 
-    specs: Sequence[ParameterSpec]  # in order of arrival, and after them those whose gradients never came
-    ready_s: Sequence[float]  # when the gradient of each that arrived was there
+    specs: Sequence[ParameterSpec]  # in order of arrival; then those whose gradients never arrived
+    ready_s: Sequence[float]  # when each gradient that arrived was ready
     backward_s: float  # when backward had ended, without reductions
-    cost: AllReduceCost | None  # beside such a backward; None: it was not measured, or not well enough
+    cost: AllReduceCost | None  # of an all-reduce during backward; None: not measured, or not well enough
     num_ranks: int
     forward_s: float = 0.0  # how long the forward before it took; 0: not known
     optimizer_s: float = 0.0  # how long the optimizer's step after it took; 0: not known
-    reduce_dtype: str | None = None  # what gradients travelled as when `cost` was measured; None: as what they are
+    reduce_dtype: str | None = None  # the dtype in which gradients travelled when `cost` was measured; None: their own
 
     def __post_init__(self) -> None:
         if self.reduce_dtype not in (None, *REDUCE_DTYPES):
@@ -142,26 +137,25 @@ class Profile:
 
 
 BYTES_PER_VALUE = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1 + 4 / BLOCK_NUMEL}
-_NUM_COLLECTIVES = {"int8": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Seconds for a byte of gradients, in which something else than the network is busy."""
+    """Seconds per byte of gradients that encoding and decoding take."""
 
-    encode_s_per_byte: float = 0.0  # where backward runs, when a bucket leaves
-    decode_s_per_byte: float = 0.0  # the same after backward, when it has come back
-    inline_s_per_byte: float = 0.0  # between the exchanges of a bucket, while all others wait
+    encode_s_per_byte: float = 0.0  # on the device that runs backward, when a bucket leaves
+    decode_s_per_byte: float = 0.0  # on the same device after backward, when the bucket is reduced
+    inline_s_per_byte: float = 0.0  # between the exchanges of a bucket, while all other buckets wait
 
 
 NO_CODEC = Codec()
-# By `reduce_dtype`, for fp32 gradients. What is not in it counts as nothing.
+# By `reduce_dtype`, for fp32 gradients. A dtype that is not in it takes no time.
 Codecs = Mapping[str, Codec]
 NO_CODECS: Codecs = MappingProxyType({})
 
 
 def measured_between(wires: Mapping[str, AllReduceCost], codecs: Codecs) -> Codecs:
-    """Return `codecs` with what else a dtype takes where ranks have measured `wires` together, fp32 among them.
+    """Return `codecs` with the additional time of each dtype in `wires`: costs that ranks measured together.
 
     Ranks that share cores encode slower than one alone, and a backend may be slow in adding up 16 bits.
     """
@@ -175,7 +169,7 @@ def measured_between(wires: Mapping[str, AllReduceCost], codecs: Codecs) -> Code
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What gradients travel as; by default as what they are.
+    """The format in which gradients travel; by default their own dtype.
 
     int8 travels by an all-to-all and an all-gather. They carry what an all-reduce does (Note: halves), but each is
     launched and waited for by itself: the latency counts twice.
@@ -187,35 +181,31 @@ class Wire:
 
     @classmethod
     def of(cls, reduce_dtype: str | None, specs: Sequence[ParameterSpec], codecs: Codecs = NO_CODECS) -> Wire:
-        """Return what `reduce_dtype` makes of the gradients in `specs`."""
+        """Return the format of the gradients in `specs` with this `reduce_dtype`."""
         own_bytes = sum(spec.num_bytes for spec in specs)
         if reduce_dtype is None or not own_bytes:
             return cls()
-        # What was made of recorded buckets does not know dtypes.
+        # Specs that were made from recorded buckets have no dtype.
         num_values = sum(spec.num_bytes / (spec.dtype or torch.float32).itemsize for spec in specs)
         share = num_values * BYTES_PER_VALUE[reduce_dtype] / own_bytes
         if share == 1:
             return cls()
-        return cls(share, _NUM_COLLECTIVES.get(reduce_dtype, 1), codecs.get(reduce_dtype, NO_CODEC))
+        return cls(share, 2 if reduce_dtype == "int8" else 1, codecs.get(reduce_dtype, NO_CODEC))
 
     def cost(self, own: AllReduceCost) -> AllReduceCost:
-        """Return the cost per byte of gradients, if in their own dtype it is `own`."""
+        """Return the cost per byte of gradients in this format; `own` is that of their own dtype."""
         s_per_byte = own.s_per_byte * self.share + self.codec.inline_s_per_byte
         return AllReduceCost(own.latency_s * self.num_collectives, s_per_byte)
 
     def own_cost(self, measured: AllReduceCost) -> AllReduceCost:
-        """Return the cost in their own dtype, if on this wire, with all of the codec, it has been `measured`."""
-        codec_s_per_byte = sum(astuple(self.codec))
-        s_per_byte = max(measured.s_per_byte - codec_s_per_byte, 0.0) / self.share
+        """Return the cost in the gradients' own dtype; `measured` is that of this format, with all of its codec."""
+        s_per_byte = max(measured.s_per_byte - sum(astuple(self.codec)), 0.0) / self.share
         return AllReduceCost(measured.latency_s / self.num_collectives, s_per_byte)
-
-
-_LARGEST_SCALE = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedBucket:
-    """One reduction, or gather of weights. Times are seconds since backward began, or the gathers."""
+    """One reduction. Times are seconds since backward began."""
 
     num_bytes: int
     ready_s: float
@@ -225,29 +215,25 @@ class SimulatedBucket:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One step with a plan, simulated (Note: timeline); `gathers` are those of the weights that it has changed."""
+    """One simulated step with a plan (Note: timeline)."""
 
     plan: Sequence[BucketSpec]  # by position in the profile
     buckets: Sequence[SimulatedBucket]
     forward_s: float
     backward_s: float
     optimizer_s: float
-    gathers: Sequence[SimulatedBucket] = ()
+    weights_s: float = 0.0  # how long the exchanges of weights take, one after the other, at the end of the step
     decoded_s: float = 0.0  # when the last bucket was decoded, counted from the start of backward
 
     @property
     def end_s(self) -> float:
-        """Return when backward and the last reduction have ended, and all is decoded."""
+        """Return when backward and the last reduction have ended, and all buckets are decoded."""
         return max([self.backward_s, self.decoded_s, *(bucket.end_s for bucket in self.buckets[-1:])])
 
     @property
     def exposed_s(self) -> float:
         """Return how long the step waits for reductions after backward, and for weights at its end."""
         return self.end_s - self.backward_s + self.weights_s
-
-    @property
-    def weights_s(self) -> float:
-        return self.gathers[-1].end_s if self.gathers else 0.0
 
     @property
     def compute_s(self) -> float:
@@ -259,7 +245,7 @@ class Timeline:
 
     @property
     def communication_s(self) -> float:
-        return sum(bucket.end_s - bucket.start_s for bucket in (*self.buckets, *self.gathers))
+        return sum(bucket.end_s - bucket.start_s for bucket in self.buckets) + self.weights_s
 
     @property
     def overlap(self) -> float:
@@ -268,7 +254,7 @@ class Timeline:
 
     @property
     def scaling_efficiency(self) -> float:
-        """Return the share of a step that is not spent waiting for others."""
+        """Return the share of a step that is not spent waiting for other ranks."""
         return self.compute_s / self.step_s if self.step_s > 0 else 1.0
 
 
@@ -282,32 +268,32 @@ def simulate(
 ) -> Timeline:
     """Return the step that `plan` makes of the backward in `profile`; `cost` is that of an all-reduce of gradients."""
     buckets: list[SimulatedBucket] = []
-    ready = end = encoding = 0.0
+    ready = end = encoding = weights = 0.0
     for bucket in plan:
-        num_bytes = _num_bytes(profile, bucket)
+        num_bytes = 0 if bucket.sparse else sum(profile.specs[i].num_bytes for i in bucket.members)
         encoding += num_bytes * codec.encode_s_per_byte
+        complete = profile.backward_s
+        if bucket.members and not bucket.sparse and all(i in profile.arrived for i in bucket.members):
+            complete = max(profile.ready_s[i] for i in bucket.members)
         # Buckets leave by index: one that is complete waits for those before it.
-        ready = max(ready, _ready(profile, bucket) + encoding)
+        ready = max(ready, complete + encoding)
         start = max(ready, end)
-        end = start + (cost if bucket.sharded is None else cost.halved()).seconds(num_bytes)
+        if bucket.sharded is None:
+            end = start + cost.seconds(num_bytes)
+        else:  # Note: halves
+            end = start + cost.seconds(num_bytes) / 2
+            weights += (cost_of_weights or cost).seconds(num_bytes) / 2
         buckets.append(SimulatedBucket(num_bytes, ready, start, end))
     decoded = profile.backward_s + encoding
     for reduced in buckets:
         decoded = max(decoded, reduced.end_s) + reduced.num_bytes * codec.decode_s_per_byte
-    gathers: list[SimulatedBucket] = []
-    gathered = 0.0
-    for bucket in plan:
-        if bucket.sharded is not None:
-            num_bytes = _num_bytes(profile, bucket)
-            start, gathered = gathered, gathered + (cost_of_weights or cost).halved().seconds(num_bytes)
-            gathers.append(SimulatedBucket(num_bytes, 0.0, start, gathered))
-    return Timeline(plan, buckets, profile.forward_s, profile.backward_s, profile.optimizer_s, gathers, decoded)
+    return Timeline(plan, buckets, profile.forward_s, profile.backward_s, profile.optimizer_s, weights, decoded)
 
 
 def cost_until(profile: Profile, plan: Sequence[BucketSpec], *, end_s: float) -> AllReduceCost:
-    """Return the cost in `profile`, scaled by the largest factor, within bounds, with which `plan` ends by `end_s`."""
+    """Return the cost in `profile`, scaled by the largest factor up to 4 (or 1/4) with which `plan` ends by `end_s`."""
     assert profile.cost is not None
-    low, high = 1 / _LARGEST_SCALE, _LARGEST_SCALE
+    low, high = 1 / 4, 4.0
     for _ in range(20):
         middle = (low * high) ** 0.5
         if simulate(profile, plan, profile.cost.slower(middle)).end_s <= end_s:
@@ -315,13 +301,3 @@ def cost_until(profile: Profile, plan: Sequence[BucketSpec], *, end_s: float) ->
         else:
             high = middle
     return profile.cost.slower(low)
-
-
-def _num_bytes(profile: Profile, bucket: BucketSpec) -> int:
-    return 0 if bucket.sparse else sum(profile.specs[i].num_bytes for i in bucket.members)
-
-
-def _ready(profile: Profile, bucket: BucketSpec) -> float:
-    if bucket.sparse or not all(i in profile.arrived for i in bucket.members):
-        return profile.backward_s
-    return max((profile.ready_s[i] for i in bucket.members), default=profile.backward_s)

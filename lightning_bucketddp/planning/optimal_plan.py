@@ -1,4 +1,4 @@
-"""The optimal plan, whose last reduction ends earliest; how long a step takes with it, and with fewer bits. Pure.
+"""The optimal plan, whose last reduction ends earliest; how long a step takes with it, and with other dtypes. Pure.
 
 Predictions compare plans and networks (Note: cost of an all-reduce, Note: timeline); they promise no step times.
 
@@ -43,10 +43,10 @@ from lightning_bucketddp.planning.plan import (
     plan_buckets,
 )
 
-# Until a bucket is complete, its gradients exist outside of it, too: this bounds the memory for them.
+# Until a bucket is complete, its gradients also exist outside of it: this bounds the memory for them.
 CEILING_BYTES = 128 * MIB
-# Links at their nominal speed. A hop through TCP takes some 30 us, through RDMA 5 us, between GPUs of one host 2 us, or
-# 10 us where they have no peer-to-peer access: there all goes through the host's memory, at a third of PCIe 4.0 x16.
+# Links at their nominal speed. A hop through TCP takes about 30 us, through RDMA 5 us, between GPUs of one host 2 us,
+# or 10 us without peer-to-peer access: then data goes through the host's memory, at a third of PCIe 4.0 x16.
 NETWORKS = {
     "eth-100m": Network("100 Mbit", 12.5e6, 30e-6),
     "eth-1g": Network("1 Gbit", 125e6, 30e-6),
@@ -100,13 +100,13 @@ def optimal_plan(
 def _stretches(
     specs: Sequence[ParameterSpec], ready_s: Sequence[float], cost: AllReduceCost, *, ceiling_bytes: int, until_s: float
 ) -> list[tuple[int, int]]:
-    """Return the stretches whose reductions end earliest, or at `until_s` if that is later; as few as possible.
+    """Return the stretches whose reductions end earliest, or by `until_s` if that is later; as few as possible.
 
     Stretch (i, j) holds the gradients i, ..., j - 1.
     """
     num_bytes = np.cumsum([0, *(spec.num_bytes for spec in specs)])
     ends_s = np.zeros(len(specs) + 1)  # f, by number of gradients
-    # Likewise: where the last stretch could begin at the earliest, and behind which gradient each kind was seen last.
+    # By number of gradients, too: where the last stretch can begin at the earliest, and the last gradient of each kind.
     earliest = [0]
     last_of_kinds: list[list[int]] = [[]]
 
@@ -138,7 +138,7 @@ def _stretches(
 
 # Of Adam and AdamW: the means of gradients and of their squares.
 STATE_TENSORS = 2
-# Where a rank's share of a bucket may begin.
+# A rank's shard of a bucket begins at a multiple of this.
 _ALIGN_BYTES = 64
 
 
@@ -156,8 +156,8 @@ def first_plan(profile: Profile, config: ReducerConfig, *, num_shards: int = 1) 
     plan = plan_buckets(specs, arrived=profile.arrived, missing=profile.missing, caps=config.caps)
     if num_shards == 1:
         return plan
-    shares = Sharding(num_shards)
-    return [bucket if bucket.sparse or not bucket.members else replace(bucket, sharded=shares) for bucket in plan]
+    shards = Sharding(num_shards)
+    return [bucket if bucket.sparse or not bucket.members else replace(bucket, sharded=shards) for bucket in plan]
 
 
 def predict(
@@ -166,7 +166,7 @@ def predict(
     """Return the step of a reducer with this `config` and the backward in `profile`.
 
     Args:
-        cost: of an all-reduce of gradients which travel as what they are; `codecs` is needed for others.
+        cost: of an all-reduce of gradients in their own dtype; `codecs` is needed for other dtypes.
         num_shards: among how many ranks optimizer state is divided.
     """
     wire = Wire.of(config.reduce_dtype, profile.specs, codecs)
@@ -181,10 +181,10 @@ def predict(
 
 @dataclass(frozen=True, slots=True)
 class StateByRank:
-    """The optimizer state of a plan."""
+    """The bytes of optimizer state of a plan."""
 
-    divided_bytes: Sequence[int]  # by rank, what it has of the state that is divided
-    whole_bytes: int  # what every rank has: that of parameters whose gradients are sparse
+    divided_bytes: Sequence[int]  # by rank, of the state that is divided
+    whole_bytes: int  # on every rank: the state of parameters whose gradients are sparse
 
     @property
     def unsharded_bytes(self) -> int:
@@ -216,31 +216,27 @@ def state_by_rank(
     return StateByRank(divided, whole)
 
 
-LOCAL_STEPS = (10, 30, 100)
-# The share of a step that fewer bits must save.
-_WORTH_16_BITS = 0.02
-_WORTH_8_BITS = 0.05
 _ABOUT = "see docs/slow-networks.md"
 
 
 def best_dtype(seconds: Mapping[str, float]) -> str:
-    """Return what gradients should travel as, by the seconds that steps take with fp32 and with other dtypes.
+    """Return the dtype in which gradients should travel, by the seconds of a step with fp32 and with other dtypes.
 
-    The one judgement of all advice. It prefers precision: 16 bits must save 2% of a step, and 8 bits 5% more.
+    All advice uses this rule. It prefers precision: 16 bits must save 2% of a step, and 8 bits 5% more.
     """
     never = float("inf")
-    precise = "bf16" if seconds.get("bf16", never) <= (1 - _WORTH_16_BITS) * seconds["fp32"] else "fp32"
-    return "int8" if seconds.get("int8", never) <= (1 - _WORTH_8_BITS) * seconds[precise] else precise
+    precise = "bf16" if seconds.get("bf16", never) <= 0.98 * seconds["fp32"] else "fp32"
+    return "int8" if seconds.get("int8", never) <= 0.95 * seconds[precise] else precise
 
 
 @dataclass(frozen=True, slots=True)
 class WireOption:
     """A step with one option of the strategy."""
 
-    option: str  # as one writes it
+    option: str  # as a user writes it
     sent_bytes: float  # by each rank, in a step
     compute_s: float
-    exposed_s: float  # that a step waits
+    exposed_s: float  # the part of the step that waits for the network
     local_steps: int = 1
 
     @property
@@ -252,14 +248,12 @@ class WireOption:
         return 1 - self.step_s / other.step_s if other.step_s > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class WireOptions:
-    """What a step takes with each option, on one network."""
+    """A step with each option, on one network."""
 
-    own: WireOption  # gradients travel as what they are
-    bf16: WireOption | None  # None: they are no larger
-    int8: WireOption
-    local: Sequence[WireOption]  # the fewest steps first; empty if they cannot be combined with the rest
+    by_dtype: Mapping[str, WireOption]  # "fp32" stands for the gradients' own dtype; "bf16" is there if it is smaller
+    local: Sequence[WireOption]  # the fewest local steps first; empty with a sharded optimizer
 
     @classmethod
     def predict(
@@ -272,52 +266,50 @@ class WireOptions:
         codecs: Codecs,
         is_sharded: bool = False,
     ) -> WireOptions:
-        """Simulate a step with each option; `cost` is that of an all-reduce of gradients as they are."""
+        """Simulate a step with each option; `cost` is that of an all-reduce of gradients in their own dtype."""
         sent_bytes = share_of_a_link(num_ranks) * sum(spec.num_bytes for spec in profile.specs)
-
-        def with_dtype(reduce_dtype: str | None, option: str) -> WireOption:
-            chosen, share = replace(config, reduce_dtype=reduce_dtype), Wire.of(reduce_dtype, profile.specs).share
+        by_dtype: dict[str, WireOption] = {}
+        for name in ("fp32", "bf16", "int8"):
+            reduce_dtype = None if name == "fp32" else name
+            share = Wire.of(reduce_dtype, profile.specs).share
+            if name == "bf16" and share >= 1:
+                continue
+            chosen = replace(config, reduce_dtype=reduce_dtype)
             step = predict(profile, chosen, cost, codecs=codecs, num_shards=num_ranks if is_sharded else 1)
             if is_sharded:
-                share = (share + 1) / 2  # weights travel as what they are
-            return WireOption(option, sent_bytes * share, step.compute_s, step.exposed_s)
+                share = (share + 1) / 2  # weights travel in their own dtype
+            option = "gradients as they are" if reduce_dtype is None else f'reduce_dtype="{name}"'
+            by_dtype[name] = WireOption(option, sent_bytes * share, step.compute_s, step.exposed_s)
+        compute_s, exchange_s = by_dtype["fp32"].compute_s, local_exchange_s(profile, cost)
+        local = [WireOption(f"local_steps={n}", sent_bytes / n, compute_s, exchange_s / n, n) for n in (10, 30, 100)]
+        return cls(by_dtype, [] if is_sharded else local)
 
-        own = with_dtype(None, "gradients as they are")
-        exchange_s = local_exchange_s(profile, cost)
-        local = [WireOption(f"local_steps={n}", sent_bytes / n, own.compute_s, exchange_s / n, n) for n in LOCAL_STEPS]
-        return cls(
-            own=own,
-            bf16=with_dtype("bf16", 'reduce_dtype="bf16"') if Wire.of("bf16", profile.specs).share < 1 else None,
-            int8=with_dtype("int8", 'reduce_dtype="int8"'),
-            local=[] if is_sharded else local,
-        )
+    @property
+    def own(self) -> WireOption:
+        return self.by_dtype["fp32"]
 
     @property
     def all(self) -> list[WireOption]:
-        return [self.own, *([self.bf16] if self.bf16 is not None else []), self.int8, *self.local]
+        return [*self.by_dtype.values(), *self.local]
 
     @property
     def best(self) -> WireOption:
-        """Return the one to take: what changes the numbers least, if it is enough.
+        """Return the option to choose: the one that changes the numbers least, if it is enough.
 
         Local steps, which train differently, are for where a step with int8 still waits longer than it computes; then
         the fewest that end this.
         """
-        best = self._of_dtype(best_dtype({**self._precise, "int8": self.int8.step_s}))
+        best = self._best_of(*self.by_dtype)
         if best.exposed_s <= best.compute_s or not self.local:
             return best
         return next((option for option in self.local if option.exposed_s <= option.compute_s), self.local[-1])
 
-    @property
-    def _precise(self) -> dict[str, float]:
-        return {"fp32": self.own.step_s, **({} if self.bf16 is None else {"bf16": self.bf16.step_s})}
-
-    def _of_dtype(self, name: str) -> WireOption:
-        return {"fp32": self.own, "bf16": self.bf16 or self.own, "int8": self.int8}[name]
+    def _best_of(self, *dtypes: str) -> WireOption:
+        return self.by_dtype[best_dtype({name: self.by_dtype[name].step_s for name in dtypes if name in self.by_dtype})]
 
     def advice(self, network: str) -> str:
-        """Say in a sentence which to take on this network, and why."""
-        best, int8 = self.best, self.int8
+        """Explain in a sentence which option to choose on this network, and why."""
+        best, int8 = self.best, self.by_dtype["int8"]
         saved = f"`{best.option}` saves {best.saves(self.own):.0%} of a step on {network}"
         if best.local_steps > 1:
             return (
@@ -325,7 +317,7 @@ class WireOptions:
                 f" step still waits {in_ms(int8.exposed_s)} for {in_ms(int8.compute_s)} of computation."
             )
         if best is int8:
-            precise = self._of_dtype(best_dtype(self._precise))
+            precise = self._best_of("fp32", "bf16")
             over = "" if precise is self.own else f", and {int8.saves(precise):.0%} of one with bf16"
             return f"{saved}{over}; gradients then have 8 bits, {_ABOUT}."
         more = int8.saves(best)

@@ -17,17 +17,17 @@ _MAY_BE_LAST_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What the plan needs to know of a parameter and its gradient."""
+    """A parameter and its gradient, as the plan needs them."""
 
     name: str
     num_bytes: int
-    kind: str  # what a bucket's members must share (dtype and device)
+    kind: str  # dtype and device; all members of a bucket have one kind
     sparse: bool = False
-    alone: bool = False  # large enough to travel alone, from where it is
+    alone: bool = False  # large enough to be reduced alone, without a copy
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Return the dtype in `kind`; None if that has none."""
+        """Return the dtype in `kind`; None if there is none."""
         dtype = getattr(torch, self.kind.partition(" ")[0].removeprefix("torch."), None)
         return dtype if isinstance(dtype, torch.dtype) else None
 
@@ -36,10 +36,10 @@ class ParameterSpec:
 class BucketSpec:
     """The parameters of one bucket, by index, in the order in which their gradients arrive."""
 
-    members: tuple[int, ...]  # none: it carries the used-flags, because no other bucket can
+    members: tuple[int, ...]  # empty: the bucket carries the used-flags, because no other bucket can
     sparse: bool = False
     alone: bool = False
-    sharded: Sharding | None = None  # then some members may not be trained at the moment
+    sharded: Sharding | None = None  # if it is, some members may not be trained at the moment
 
 
 def plan_buckets(
@@ -47,12 +47,12 @@ def plan_buckets(
 ) -> list[BucketSpec]:
     """Place parameters into buckets and put the buckets in the order in which they can leave.
 
-    Those that `arrived` are in the order of their gradients. Those `missing` got none, and get buckets of their own,
-    the last ones: a bucket waits for all its members.
+    Parameters that `arrived` are in the order of their gradients. Those that are `missing` got no gradient, and get
+    buckets of their own, the last ones: a bucket waits for all its members.
     """
     buckets = _fill(specs, [i for i in arrived if not specs[i].sparse], caps)
     if caps.last is not None and buckets:
-        # A small last bucket: what leaves last is hidden by nothing.
+        # A small last bucket: nothing hides its reduction.
         members = buckets[-1]
         bytes_from_the_end = accumulate(specs[i].num_bytes for i in reversed(members))
         num_in_tail = max(sum(num_bytes <= caps.last for num_bytes in bytes_from_the_end), 1)
@@ -79,6 +79,7 @@ def complete_plan(
 def merge_plans(
     known: Sequence[BucketSpec], plan: Sequence[BucketSpec], specs: Sequence[ParameterSpec], *, arrived: Sequence[int]
 ) -> list[BucketSpec]:
+    """Return the buckets of two plans, in the order in which the last trained member of each arrives."""
     position = {i: n for n, i in enumerate(arrived)}
 
     def leaves_at(bucket: BucketSpec) -> tuple[bool, int]:
@@ -88,12 +89,12 @@ def merge_plans(
 
 
 def has_choice(plan: Sequence[BucketSpec]) -> bool:
-    """Return whether other sizes of buckets would make another plan."""
+    """Return whether other bucket sizes would make another plan."""
     return sum(_has_buffer(bucket) for bucket in plan) > 1
 
 
 def _fill(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
-    """Return full buckets of one kind each, by their last members; one is closed by what no longer fits."""
+    """Return buckets of one kind each, sorted by their last members; a parameter that does not fit closes a bucket."""
     full: list[list[int]] = []
     open_by_kind: dict[str, list[int]] = {}
     num_full, num_bytes = Counter[str](), Counter[str]()
@@ -113,7 +114,7 @@ def _fill(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps
 
 
 def _with_room_for_flags(plan: list[BucketSpec], specs: Sequence[ParameterSpec]) -> list[BucketSpec]:
-    """Put a bucket with a buffer last: what is only known then, which parameters were used, travels in it."""
+    """Put a bucket with a buffer last: it carries the used-flags, which are known only when backward ends."""
     if plan and _has_buffer(plan[-1]):
         return plan
     for bucket in reversed(plan):
@@ -131,29 +132,29 @@ class Sharding:
     """How a bucket is divided among ranks: into equal slices, or not at all."""
 
     num_ranks: int
-    owner: int | None = None  # the rank that keeps all of it; None: each rank keeps a slice
+    owner: int | None = None  # the rank that keeps the whole bucket; None: each rank keeps a slice
 
     def padded(self, numel: int, *, align: int) -> int:
-        """Return how many elements a buffer for `numel` needs, so that each rank's share begins at a multiple."""
+        """Return how many elements a buffer for `numel` needs, so that each shard begins at a multiple of `align`."""
         unit = align * (self.num_ranks if self.owner is None else 1)
         return -(-numel // unit) * unit
 
     def bounds(self, numel: int) -> list[tuple[int, int]]:
-        """Return which of the `numel` elements of a bucket each rank keeps, by rank, from and to."""
+        """Return by rank where its shard of a bucket of `numel` elements starts and stops."""
         if self.owner is not None:
             return [(0, numel) if rank == self.owner else (0, 0) for rank in range(self.num_ranks)]
         size = numel // self.num_ranks
         return [(rank * size, (rank + 1) * size) for rank in range(self.num_ranks)]
 
     def ranges(self, offset: int, numel: int, *, of: int) -> list[tuple[int, int]]:
-        """Return by rank which elements of a parameter, at `offset` in a bucket of `of` elements, it keeps."""
+        """Return by rank which elements it keeps of a parameter at `offset` in a bucket of `of` elements."""
         return [
             (min(max(start - offset, 0), numel), min(max(stop - offset, 0), numel)) for start, stop in self.bounds(of)
         ]
 
 
 def balance(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Return an owner for each of `sizes`, the largest first and to whom has least; `loads`, by rank, are updated."""
+    """Return an owner for each of `sizes`: the largest first, to the rank with the least load. Updates `loads`."""
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owners[index] = min(range(len(loads)), key=lambda rank: (loads[rank], rank))

@@ -1,1 +1,1 @@
-"""What a run has written down about its steps, and what that tells."""
+"""The record of a run's steps: its file format, its writer and reader, the typical step, and the summary."""

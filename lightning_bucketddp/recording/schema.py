@@ -1,9 +1,9 @@
-"""The file that each rank writes about its run, one JSON object per line, and what those of all ranks say together.
+"""The file that each rank writes about its run, one JSON object per line, and the record of all ranks.
 
 Note: one clock
-    Each rank has a clock of its own, and nobody sets them. But no rank has the result of a reduction before every rank
-    has given its part, so a reduction ends on all of them at nearly the same moment. To show several ranks side by
-    side, shift their times until these ends agree.
+    Each rank has its own clock, and the clocks differ. But no rank has the result of a reduction before every rank has
+    contributed, so a reduction ends on all ranks at nearly the same moment. To show several ranks side by side, shift
+    their times until these ends agree.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from lightning_bucketddp.wording import load_printable_json
 FOLDER = "bucketddp"
 ALL_REDUCE = "all-reduce"
 PHASES = ("data", "forward", "backward", "exposed", "optimizer", "weights")
-# Those in which a step waits for other ranks: for gradients, and for weights.
+# The phases in which a step waits for other ranks: for gradients, and for weights.
 WAITS = ("exposed", "weights")
+_PATTERN = "rank-*.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The first line: the rank that writes the file, and what stays the same during its run."""
+    """The first line: the rank that writes the file, and the facts that stay the same during its run."""
 
     rank: int
     world_size: int
@@ -38,9 +39,9 @@ class Run:
     backend: str
     num_parameters: int
     gradient_bytes: int
-    options: dict[str, Any] = field(default_factory=dict)  # of the strategy, which affect communication
-    codecs: Codecs = field(default_factory=dict)  # what encoding takes on this device
-    restarts: list[str] = field(default_factory=list)  # when the run went on, after which failure; on rank 0
+    options: dict[str, Any] = field(default_factory=dict)  # options of the strategy that affect communication
+    codecs: Codecs = field(default_factory=dict)  # how long encoding takes on this device
+    restarts: list[str] = field(default_factory=list)  # on rank 0: a sentence for each restart and its failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ class RecordedBucket:
     parameters: Sequence[str]
     sizes: Sequence[int]
     sparse: bool = False
-    sharded: bool = False  # each rank steps a share of it, and the ranks exchange the weights then
-    collective: str = ALL_REDUCE  # or "reduce-scatter", or "reduce", of gradients of which a rank keeps its share only
+    sharded: bool = False  # each rank steps its shard, and then the ranks exchange the weights
+    collective: str = ALL_REDUCE  # or "reduce-scatter", or "reduce", where a rank gets the gradients of its shard only
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +76,7 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A phase of a step, one of `PHASES`; or a reduction, or an exchange of weights."""
+    """The time of a phase, one of `PHASES`, or of a reduction, or of an exchange of weights."""
 
     name: str
     start_s: float
@@ -97,7 +98,7 @@ class BucketTimes:
 
 @dataclass(frozen=True, slots=True)
 class GatherTimes:
-    """When an exchange of weights was started and when it ended; `bucket` is an index in the plan, -1: in no longer."""
+    """When an exchange of weights started and ended; `bucket` is its index in the plan, or -1 if it has none."""
 
     bucket: int
     started_s: float
@@ -118,8 +119,7 @@ class Step:
     num_replayed: int = 0  # micro-batches that were replayed as CUDA graphs
     lag_s: float | None = None  # how far the device was behind the host when backward ended; None: not measured
     memory_bytes: int = 0  # the peak so far
-    # Exchanges of the weights that the step has changed, in order.
-    gathers: Sequence[GatherTimes] = field(default_factory=list)
+    gathers: Sequence[GatherTimes] = field(default_factory=list)  # exchanges of the weights of this step, in order
 
     @property
     def start_s(self) -> float:
@@ -131,7 +131,7 @@ class Step:
 
     @property
     def step_s(self) -> float:
-        """Return the time of all phases, without what ran between them: validation, checkpoints, other callbacks."""
+        """Return the time of all phases; validation, checkpoints and other callbacks are not part of it."""
         return sum(span.seconds for span in self.spans)
 
     def seconds(self, name: str) -> float:
@@ -163,7 +163,7 @@ class Step:
 
 
 def _in_sequence(transfers: Iterable[Span]) -> list[Span]:
-    """Return when each of `transfers` ran, of which some wait until the one before has ended."""
+    """Return when each of `transfers` ran: each waits until the one before has ended."""
     spans: list[Span] = []
     before = -math.inf
     for span in transfers:
@@ -237,14 +237,9 @@ def _parse(content: dict[str, Any]) -> Line:
     return line
 
 
-_PATTERN = "rank-*.jsonl"
-# A page with this many bars has a few megabytes, which a browser opens in a moment.
-_MOST_BARS = 100_000
-
-
 @dataclass(slots=True)
 class RankRecord:
-    """What one rank wrote: plans by version, and steps by number."""
+    """The record of one rank: plans by version, and steps by number."""
 
     run: Run
     plans: dict[int, RecordedPlan] = field(default_factory=dict)
@@ -256,7 +251,7 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """What all ranks of a run wrote, and a sentence for each file that is missing or was left out."""
+    """The record of all ranks of a run, and a sentence for each file that is missing or was left out."""
 
     folder: Path
     ranks: Mapping[int, RankRecord]  # in order; never empty
@@ -264,7 +259,7 @@ class RecordedRun:
 
     @property
     def first(self) -> RankRecord:
-        """Return the lowest rank that is there: its clock and its plans stand for all."""
+        """Return the record of the lowest rank: its clock and its plans stand for all."""
         return next(iter(self.ranks.values()))
 
     @property
@@ -278,7 +273,7 @@ class RecordedRun:
 
 
 def find_folder(path: Path) -> Path:
-    """Return the folder with the files: `path`, or the one below it that was written to last."""
+    """Return the folder with the files: `path`, or the newest one below it."""
     if not path.is_dir():
         raise ValueError(f"There is no folder {path}.")
     if any(path.glob(_PATTERN)):
@@ -309,12 +304,11 @@ def read_run(folder: Path) -> RecordedRun:
     missing = [rank for rank in range(world_size) if rank not in ranks]
     if missing:
         problems.append(f"Of {world_size} ranks, these are missing: {', '.join(map(str, missing))}.")
-    problems += found[0].run.restarts
-    return RecordedRun(folder, ranks, problems)
+    return RecordedRun(folder, ranks, problems + found[0].run.restarts)
 
 
 def _read_rank(path: Path, problems: list[str]) -> RankRecord | None:
-    """Return what is in the file of a rank; None, and add why to `problems`, if it cannot be read."""
+    """Return the record in the file of a rank; None, and add the reason to `problems`, if it cannot be read."""
     record: RankRecord | None = None
     try:
         for line in read(path):
@@ -341,16 +335,13 @@ def _read_rank(path: Path, problems: list[str]) -> RankRecord | None:
 
 
 def align(record: RecordedRun, number: int) -> dict[int, Step]:
-    """Return step `number` of the ranks that recorded it, on the clock of the first of them (Note: one clock).
-
-    The times of the others are shifted until their reductions end when those of the first do.
-    """
+    """Return step `number` of the ranks that recorded it, on the clock of the first of them (Note: one clock)."""
     steps = {rank: ours.steps[number] for rank, ours in record.ranks.items() if number in ours.steps}
     first = next(iter(steps.values()))
     aligned: dict[int, Step] = {}
     for rank, step in steps.items():
         differences = [a.ended_s - b.ended_s for a, b in zip(first.buckets, step.buckets, strict=False)]
-        # Without reductions, ranks do not wait for each other: that they began together is a guess.
+        # Without reductions ranks do not wait for each other; assume that they began together.
         by_s = statistics.median(differences) if differences else first.start_s - step.start_s
         aligned[rank] = replace(
             step,
@@ -361,8 +352,8 @@ def align(record: RecordedRun, number: int) -> dict[int, Step]:
     return aligned
 
 
-def shown_steps(record: RecordedRun, *, most_bars: int = _MOST_BARS) -> list[int]:
-    """Return the steps to draw: all, or an even choice within `most_bars` plus the slowest and the last."""
+def shown_steps(record: RecordedRun, *, most_bars: int = 100_000) -> list[int]:
+    """Return the steps to draw: all, or every n-th plus the slowest and the last, so that a browser opens the page."""
     numbers = record.step_numbers
     steps = [step for rank in record.ranks.values() for step in rank.steps.values()]
     every = -(-sum(len(step.spans) + len(step.buckets) + len(step.gathers) for step in steps) // most_bars)

@@ -2,9 +2,8 @@
 
 Note: advice and measurement
     A simulation never overrules a measurement: it does not know that reductions slow backward down
-    (docs/design/optimal-plan.md). Where `bucket_cap_mb="auto"` was set, and could measure, no bucket size is suggested.
-    Where it was not set, it is the suggestion. A deterministic run may not measure, nor one that divides its
-    optimizers' state: there, and only there, a simulated size is suggested.
+    (docs/design/optimal-plan.md). With `bucket_cap_mb="auto"`, which measures, no bucket size is suggested; without it,
+    "auto" is the suggestion. Only deterministic and sharded runs, which may not measure, get a simulated size.
 """
 
 from __future__ import annotations
@@ -34,11 +33,6 @@ PHASE_IN_WORDS = {
     "exposed": "exposed communication",
     "optimizer": "optimizer",
 }
-_NUM_SUGGESTIONS = 3
-# A smaller share of a step is not worth a change.
-_WORTHWHILE = 0.02
-_MUCH_DATA = 0.1
-_CAPS_MB = (1, 5, 10, 25, 50, 100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +52,7 @@ class Summary:
         state_bytes: tuple[int, int] | None = None,
         outer_steps: Sequence[OuterStepStats] = (),
     ) -> Summary:
-        """Return the summary of a fit with this typical step.
-
-        `state_bytes` are those of the optimizers' state on rank 0, and what it would be without `shard_optimizer`.
-        """
+        """Return the summary of a fit; `state_bytes` is the optimizers' state on rank 0, with and without sharding."""
         lines = [] if typical.plan is None else _describe_communication(typical, typical.plan)
         if num_replayed := typical.ranks[0].num_replayed:
             lines.append(f"CUDA graphs: {num_replayed} of {typical.ranks[0].num_steps} recorded steps were replayed.")
@@ -131,7 +122,7 @@ def _describe_communication(typical: TypicalStep, plan: RecordedPlan) -> list[st
 
 
 def suggestions(typical: TypicalStep) -> list[str]:
-    """Return the changes that gain most, best first, with their gains; each gain is that of one change alone."""
+    """Return up to three changes, the best first, with their gains; each gain is that of one change alone."""
     options = typical.run.options
     found = list(_suggest_for_ranks(typical, options))
     against: list[str] = []
@@ -139,21 +130,19 @@ def suggestions(typical: TypicalStep) -> list[str]:
         run = _Simulated.of(typical, typical.plan)
         found += _suggest_for_network(typical, run, options)
         against = [] if run is None else run.against_dtype(options.get("reduce_dtype"), typical)
-    worthwhile = [(text, gain_s) for text, gain_s in found if gain_s > _WORTHWHILE * typical.step_s]
+    worthwhile = [(text, gain_s) for text, gain_s in found if gain_s > 0.02 * typical.step_s]
     best = sorted(worthwhile, key=lambda suggestion: -suggestion[1])
-    texts = [f"{text} ({gain_s / typical.step_s:.0%} of the step)." for text, gain_s in best]
-    return [*against, *texts][:_NUM_SUGGESTIONS]
+    return [*against, *(f"{text} ({gain_s / typical.step_s:.0%} of the step)." for text, gain_s in best)][:3]
 
 
 def _suggest_for_ranks(typical: TypicalStep, options: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield changes for waiting for data, for Python and for a straggler, each with the seconds that it gains."""
-    data_s = typical.phases["data"]
-    if data_s > _MUCH_DATA * typical.step_s:
+    data_s, computing_s = typical.phases["data"], typical.computing_s
+    if data_s > 0.1 * typical.step_s:
         num_workers = options.get("num_workers")
         now = "" if num_workers is None else f", which is {num_workers} now"
         yield f"a larger `num_workers` of the `DataLoader`{now}, would save up to {in_ms(data_s)}", data_s
     if typical.is_host_bound and options.get("automatic_optimization") and not options.get("cuda_graphs"):
-        computing_s = typical.computing_s
         yield f"`cuda_graphs=True` would save a part of the {in_ms(computing_s)} of forward and backward", computing_s
     if typical.straggler is not None:
         rank, by_s = typical.straggler
@@ -193,14 +182,11 @@ class _Simulated:
 
     @classmethod
     def of(cls, typical: TypicalStep, plan: RecordedPlan) -> _Simulated | None:
-        """Return it; None if it is not known what a reduction costs."""
+        """Return the simulation of a run; None if the cost of a reduction is not known."""
         profile = typical.profile()
-        if profile is None:
+        if profile is None or (positions := plan_in(profile, plan)) is None or profile.cost is None:
             return None
-        profile = typical.fitted(profile)
-        positions, cost = plan_in(profile, plan), profile.cost
-        if positions is None or cost is None:
-            return None
+        cost = typical.fitted_cost(profile, positions)
         # A wait that the simulation does not explain cannot be gained by changing the plan.
         wait_s = min(simulate(profile, positions, cost).exposed_s, typical.unhindered.exposed_s)
         return cls(profile, positions, cost, wait_s)
@@ -221,9 +207,9 @@ class _Simulated:
         return steps
 
     def against_dtype(self, now: str | None, typical: TypicalStep) -> list[str]:
-        """Return what to set instead of `now`, fewer bits that do not gain enough for their precision."""
+        """Return what to set instead of the dtype `now`, if that does not gain enough for the precision it costs."""
         steps = self.steps_by_dtype(typical)
-        # Fewer bits than now are a suggestion like others.
+        # A smaller dtype than now is a suggestion like others.
         if now in (None, "fp32") or now not in steps or (best := best_dtype(steps)) in (now, "int8"):
             return []
         gain_s = steps[best] - typical.step_s
@@ -251,5 +237,5 @@ def _other_sizes(options: Mapping[str, Any]) -> dict[str, ReducerConfig]:
     if options.get("ddp_comm_hook") is not None or not options.get("overlap", True):
         return {}
     if options.get("deterministic", False) or options.get("shard_optimizer"):
-        return {f"bucket_cap_mb={cap}": ReducerConfig(bucket_cap_mb=cap) for cap in _CAPS_MB}
+        return {f"bucket_cap_mb={cap}": ReducerConfig(bucket_cap_mb=cap) for cap in (1, 5, 10, 25, 50, 100)}
     return {} if options.get("bucket_cap_mb") == AUTO else {f'bucket_cap_mb="{AUTO}"': ReducerConfig()}

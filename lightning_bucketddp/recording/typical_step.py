@@ -1,9 +1,9 @@
-"""The typical step of a run, and the backward that its buckets show. Pure.
+"""The typical step of a run, and the backward of its buckets. Pure.
 
 Note: typical step
     Each rank sorts its last 1,000 recorded steps by length and averages the middle third. So phases add up to the
-    step, which their medians would not, and outliers count as little as in a median. The run's typical step is the
-    mean over the ranks.
+    step, unlike their medians, and outliers count as little as in a median. The run's typical step is the mean over the
+    ranks.
 
     A rank is a straggler if its own time, without waiting, exceeds the median of the others' by more than 3% and by
     more than three standard errors. If there is one, the others wait for it and for the network, and it waits for the
@@ -33,23 +33,16 @@ from lightning_bucketddp.recording.schema import (
     overlap_of,
 )
 
-_REDUCING = ("backward", "exposed")
 _DIFFERENT = 4
-# Completes an error message or a note on why a profile has no cost: the times show noise, not the effect of size.
+# Ends a message about a profile without a cost: with similar sizes the times show noise, not the effect of size.
 NO_COST = f"the sizes of its buckets differ by less than a factor of {_DIFFERENT}"
-# Only the last ones of each rank count.
+# So many steps of each rank count, the last ones.
 NUM_STEPS = 1000
-_LATE_BY = 0.03
-# The last ones count: the first steps load kernels, and choose among them.
-_NUM_LAGS = 3
-# A device that is not further behind the host than this share of forward and backward is waiting for it.
-_NO_LAG = 0.05
-_NUM_ERRORS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardNumbers:
-    """The backward that steps of one rank with one plan show: medians, those of buckets in order."""
+    """The backward in steps of one rank with one plan: medians, for buckets in order."""
 
     ready_s: Sequence[float]  # when a bucket was complete, counted from the start of backward
     reduction_s: Sequence[float]
@@ -59,7 +52,7 @@ class BackwardNumbers:
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> BackwardNumbers | None:
-        """Return the medians over `steps`, which have one plan; None if none of them reduced anything."""
+        """Return the medians over `steps`, which have one plan; None if nothing was reduced in them."""
         seen = [(step, backward) for step in steps if step.buckets and (backward := reduced_backward(step)) is not None]
         if not seen:
             return None
@@ -76,9 +69,9 @@ class BackwardNumbers:
     def profile(self, plan: RecordedPlan, *, num_ranks: int) -> Profile:
         """Return the profile, with the parameters of `plan`, which the steps used.
 
-        The gradients of a bucket are taken to arrive at an even rate of bytes, between the completion of the bucket
-        before and that of their own. The cost is fitted to the times of the reductions; these include waiting for the
-        slowest rank, so use the steps of the slowest rank if there is a choice.
+        It assumes that the gradients of a bucket arrive at an even rate of bytes between the completion of the bucket
+        before and that of their own. The cost is fitted to the times of the reductions, which include waiting for the
+        slowest rank: use the steps of the slowest rank if there is a choice.
         """
         arrivals: dict[ParameterSpec, float] = {}
         before_s = 0.0
@@ -105,7 +98,7 @@ class BackwardNumbers:
 
 
 def profile_of(plan: RecordedPlan, steps: Sequence[Step], *, num_ranks: int) -> Profile | None:
-    """Return the profile that `steps` of one rank with `plan` show, with the cost of an all-reduce; None if none do."""
+    """Return the profile in those `steps` of one rank that used `plan`, with the cost of an all-reduce, or None."""
     seen = [step for step in steps if step.plan == plan.version and len(step.buckets) == len(plan.buckets)]
     backward = BackwardNumbers.of(seen)
     if backward is None:
@@ -113,7 +106,7 @@ def profile_of(plan: RecordedPlan, steps: Sequence[Step], *, num_ranks: int) -> 
     profile = backward.profile(plan, num_ranks=num_ranks)
     if profile.cost is None or all(bucket.collective == ALL_REDUCE for bucket in plan.buckets):
         return profile
-    return replace(profile, cost=profile.cost.slower(2))  # than what was recorded (Note: halves)
+    return replace(profile, cost=profile.cost.slower(2))  # Note: halves
 
 
 def plan_in(profile: Profile, plan: RecordedPlan) -> list[BucketSpec] | None:
@@ -130,13 +123,13 @@ def reduced_backward(step: Step) -> Span | None:
     if not exposed:
         return None
     first = last = exposed[-1]
-    while first > 0 and step.spans[first - 1].name in _REDUCING:
+    while first > 0 and step.spans[first - 1].name in ("backward", "exposed"):
         first -= 1
     return Span("backward", step.spans[first].start_s, step.spans[last].start_s)
 
 
 def mean_phases(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the means, without waiting for weights where no step does that: nothing is sharded."""
+    """Return the means, without the phase `weights` if no step has it: nothing is sharded."""
     steps = list(steps)
     means = {phase: fmean([phases.get(phase, 0.0) for phases in steps] or [0.0]) for phase in PHASES}
     return {phase: seconds for phase, seconds in means.items() if phase != "weights" or seconds > 0}
@@ -148,7 +141,7 @@ class StepNumbers:
 
     phases: dict[str, float]
     communication_s: float = 0.0
-    exchange_s: float = 0.0  # the part of it in which weights travel
+    exchange_s: float = 0.0  # the part of the communication in which weights travel
     bytes_on_wire: float = 0.0
 
     @property
@@ -179,11 +172,11 @@ class RankNumbers(StepNumbers):
 
     rank: int
     host: str
-    num_steps: int  # how many recorded steps count
-    num_replayed: int = 0  # how many of them were replayed as CUDA graphs
+    num_steps: int
+    num_replayed: int = 0  # steps that were replayed as CUDA graphs
     lag_s: float | None = None  # how far the device was behind the host at the end of backward; None: not known
     own_error_s: float = 0.0  # the standard error of `own_s`
-    step_error_s: float = 0.0  # that of `step_s`
+    step_error_s: float = 0.0  # the standard error of `step_s`
     memory_bytes: int = 0
     waits: Sequence[float] = ()  # by bucket of the last plan: the share of the exposed time in which its reduction ran
     backward: BackwardNumbers | None = None  # of steps with the last plan; None if nothing was reduced
@@ -192,7 +185,8 @@ class RankNumbers(StepNumbers):
     def of(cls, run: Run, steps: Sequence[Step]) -> RankNumbers:
         steps = steps[-NUM_STEPS:]
         middle = _middle(steps)
-        lags = [step.lag_s for step in steps if step.lag_s is not None and not step.num_replayed]
+        # The last three count: the first steps load kernels, and choose among them.
+        lags = [step.lag_s for step in steps if step.lag_s is not None and not step.num_replayed][-3:]
         last = [s for s in steps if s.plan == steps[-1].plan and len(s.buckets) == len(steps[-1].buckets)]
 
         def mean(values: Iterable[float]) -> float:
@@ -203,7 +197,7 @@ class RankNumbers(StepNumbers):
             host=run.host,
             num_steps=len(steps),
             num_replayed=sum(step.num_replayed > 0 for step in steps),
-            lag_s=median(lags[-_NUM_LAGS:]) if lags else None,
+            lag_s=median(lags) if lags else None,
             phases=mean_phases({phase: step.seconds(phase) for phase in PHASES} for step in middle),
             own_error_s=_error([step.own_s for step in steps]),
             step_error_s=_error([step.step_s for step in steps]),
@@ -217,14 +211,14 @@ class RankNumbers(StepNumbers):
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> RankNumbers:
-        """Return the numbers that `asdict` made this `content` of."""
+        """Return the numbers from the result of `asdict`."""
         backward = content.pop("backward")
         return cls(**content, backward=None if backward is None else BackwardNumbers(**backward))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypicalStep(StepNumbers):
-    """The typical step of a run, made of those of the ranks that are known."""
+    """The typical step of a run."""
 
     ranks: Sequence[RankNumbers]  # at least one
     run: Run
@@ -258,7 +252,7 @@ class TypicalStep(StepNumbers):
         if not others:
             return None
         usual_s = median(others)
-        noise_s = max(_LATE_BY * usual_s, _NUM_ERRORS * max(rank.own_error_s for rank in self.ranks))
+        noise_s = max(0.03 * usual_s, 3 * max(rank.own_error_s for rank in self.ranks))
         by_s = slowest.own_s - usual_s
         return (slowest, by_s) if by_s > noise_s else None
 
@@ -266,11 +260,11 @@ class TypicalStep(StepNumbers):
     def is_host_bound(self) -> bool | None:
         """Return whether the device waits for Python in forward and backward; None if that was not measured."""
         lags = [rank.lag_s for rank in self.ranks if rank.lag_s is not None]
-        return max(lags) < _NO_LAG * self.computing_s if lags else None
+        return max(lags) < 0.05 * self.computing_s if lags else None
 
     @property
     def unhindered(self) -> StepNumbers:
-        """Return a step that waits for the network alone: that of the straggler if there is one."""
+        """Return a step that waits for the network alone: the straggler's if there is one."""
         return self if self.straggler is None else self.straggler[0]
 
     @property
@@ -283,7 +277,7 @@ class TypicalStep(StepNumbers):
     def profile(self) -> Profile | None:
         """Return the backward to simulate other plans with; None if it is not known.
 
-        It is the one that was `measured`, so that a simulation repeats what was predicted then; or else one made of the
+        It is the `measured` one, so that a simulation repeats the predictions of the run; or else one made of the
         recorded buckets, with costs that explain how long steps wait for the network.
         """
         if self.plan is None:
@@ -293,15 +287,15 @@ class TypicalStep(StepNumbers):
         rank = self.straggler[0] if self.straggler is not None else self.ranks[0]
         if rank.backward is None or len(rank.backward.ready_s) != len(self.plan.buckets):
             return None
-        return self.fitted(rank.backward.profile(self.plan, num_ranks=self.run.world_size))
-
-    def fitted(self, profile: Profile) -> Profile:
-        """Return `profile` with costs that explain how long steps with the plan wait for reductions."""
-        positions = None if self.plan is None else plan_in(profile, self.plan)
+        profile = rank.backward.profile(self.plan, num_ranks=self.run.world_size)
+        positions = plan_in(profile, self.plan)
         if profile.cost is None or positions is None:
             return profile
-        end_s = profile.backward_s + self.unhindered.phases["exposed"]
-        return replace(profile, cost=cost_until(profile, positions, end_s=end_s))
+        return replace(profile, cost=self.fitted_cost(profile, positions))
+
+    def fitted_cost(self, profile: Profile, plan: Sequence[BucketSpec]) -> AllReduceCost:
+        """Return a cost that explains how long steps with `plan` wait for reductions."""
+        return cost_until(profile, plan, end_s=profile.backward_s + self.unhindered.phases["exposed"])
 
 
 def _middle(steps: Sequence[Step]) -> Sequence[Step]:

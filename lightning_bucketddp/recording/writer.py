@@ -1,13 +1,13 @@
 """Turn recorded steps into lines and metrics, and write the file of a rank.
 
 Note: ends of reductions
-    On a GPU a stream beside the others waits for each reduction, and a mark is made on it. On a CPU a thread does the
-    same: it waits inside gloo, without the interpreter, and looks at the clock when it is woken. Not a callback of the
-    reduction's future: it would run in one of gloo's few threads and need the interpreter, so that the next reduction
-    waits for the training thread, and for ever where that thread waits for the end of the process group.
+    On a GPU a separate stream waits for each reduction, and a mark is made on it. On a CPU a thread does the same: it
+    waits inside gloo, without the interpreter, and reads the clock when it is woken. A callback of the reduction's
+    future would run in one of gloo's few threads and need the interpreter: the next reduction would wait for the
+    training thread, and for ever where that thread waits for the end of the process group.
 
     The thread may be woken late on a busy machine. But the step itself waits for all reductions in order, so each has
-    ended when that wait is over; whatever was seen first counts.
+    ended when that wait is over; the earlier of the two marks counts.
 """
 
 from __future__ import annotations
@@ -47,20 +47,6 @@ from lightning_bucketddp.wording import wrap
 
 log = logging.getLogger(__name__)
 
-# After this many recorded batches every second step is written, after as many more every fourth, and so on, so that a
-# file grows with the logarithm of a run's length. Batches are counted, not bytes: all ranks must write the same steps.
-BATCHES_PER_PORTION = 1000
-_ENDS_WITHIN_S = 1.0
-
-
-@dataclass(slots=True)
-class MarkedSpan:
-    """A phase of a step, from mark to mark."""
-
-    name: str
-    start: Any
-    end: Any
-
 
 @dataclass(slots=True)
 class MarkedTransfer:
@@ -68,39 +54,34 @@ class MarkedTransfer:
 
     ready: Any = None
     launched: Any = None
-    seen: Any = None  # to end (Note: ends of reductions)
-    waited_for: Any = None
+    ends: list[Any] = field(default_factory=list)  # by each the transfer had ended (Note: ends of reductions)
     num_bytes: int = 0
     bucket: int = -1  # of weights: its index in the plan of the step, or -1 if it has none
-
-    @property
-    def ends(self) -> list[Any]:
-        """Return marks by which it had ended; the first of them counts."""
-        return [mark for mark in (self.seen, self.waited_for) if mark is not None]
 
 
 @dataclass(slots=True)
 class MarkedStep:
-    """All that is recorded of one optimizer step."""
+    """The record of one optimizer step, whose times are marks of a clock until `step_of` converts them."""
 
-    before: tuple[int, int, int]  # counters of the reducer when it began: unused gradients, skipped batches, replays
-    spans: list[MarkedSpan] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     buckets: dict[int, MarkedTransfer] = field(default_factory=dict)
     # Exchanges of the weights that it has changed (`shard_optimizer`), by the `id` of their bucket.
     gathers: dict[int, MarkedTransfer] = field(default_factory=dict)
     bytes_on_wire: int = 0
     step: int = 0  # the optimizer's steps before this one
     plan: int = 0  # its version; 0: none
-    num_unused: int = 0
-    num_skipped: int = 0
-    num_replayed: int = 0
+    counts: dict[str, int] = field(default_factory=dict)  # those of `_counters`
     lag_s: float | None = None
 
 
-class StepRecorder(BackwardObserver):
-    """Records what the strategy and the reducer do in a step, which has one phase at a time, or none.
+def _counters(stats: ReducerStats) -> dict[str, int]:
+    return {name: getattr(stats, name) for name in ("num_unused", "num_skipped", "num_replayed")}
 
-    Where several backwards of a step synchronise, the reductions that are kept are those of the last.
+
+class StepRecorder(BackwardObserver):
+    """Records the phases and the reductions of a step, which is in one phase at a time, or in none.
+
+    Where several backwards of a step synchronise, the reductions of the last one are kept.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -113,14 +94,15 @@ class StepRecorder(BackwardObserver):
         self._since: Any = None
         self._before_waiting: str | None = None
         self._before_weights: str | None = None
-        self._step = MarkedStep((0, 0, 0))
-        # Whether the step waits for the device when backward ends, to see how far it is behind the host.
+        self._step = MarkedStep()
+        self._counters_before: dict[str, int] = {}
+        # Whether the step waits for the device when backward ends, to measure how far it is behind the host.
         self.measures_lag = False
 
     def close(self) -> None:
         if self._worker is not None:
             # It may wait for a rank that is gone; then it ends with the process.
-            futures.wait([self._worker.submit(lambda: None)], timeout=_ENDS_WITHIN_S)
+            futures.wait([self._worker.submit(lambda: None)], timeout=1.0)
             self._worker.close()
 
     def _watch(self, transfer: Pending, marks: MarkedTransfer) -> None:
@@ -128,11 +110,11 @@ class StepRecorder(BackwardObserver):
 
         def mark_end() -> None:
             transfer.wait()
-            marks.seen = self._clock.mark()
+            marks.ends.append(self._clock.mark())
 
         if self._worker is not None:
             self._worker.submit(mark_end)  # the step waits for the transfer, too, and is the one to raise
-        elif os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") == "0":  # else it is the host that would wait
+        elif os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") == "0":  # otherwise the host would wait
             with torch.cuda.stream(self._stream):
                 mark_end()
 
@@ -142,11 +124,11 @@ class StepRecorder(BackwardObserver):
 
     def begin(self, stats: ReducerStats) -> None:
         """Begin another step; forget one that was not completed."""
-        self._step = MarkedStep((stats.num_unused, stats.num_skipped, stats.num_replayed))
+        self._step, self._counters_before = MarkedStep(), _counters(stats)
         self.forget_phase()
 
     def complete(self, stats: ReducerStats, *, step: int, plan: int, buckets: Sequence[object] = ()) -> MarkedStep:
-        """Return what was recorded when the optimizer has stepped, with these `buckets`. The next step begins."""
+        """Return the record when the optimizer has stepped, with these `buckets`. The next step begins."""
         self.turn_to(None)
         marked = self._step
         marked.step, marked.plan = step, plan
@@ -154,9 +136,8 @@ class StepRecorder(BackwardObserver):
             if id(bucket) in marked.gathers:
                 marked.gathers[id(bucket)].bucket = index
         # The reducer may be another one by now, which counts from 0.
-        marked.num_unused = max(stats.num_unused - marked.before[0], 0)
-        marked.num_skipped = max(stats.num_skipped - marked.before[1], 0)
-        marked.num_replayed = max(stats.num_replayed - marked.before[2], 0)
+        before = self._counters_before
+        marked.counts = {name: max(now - before.get(name, 0), 0) for name, now in _counters(stats).items()}
         self.begin(stats)
         return marked
 
@@ -165,9 +146,9 @@ class StepRecorder(BackwardObserver):
         mark = self._clock.mark()
         ends = self._phase
         if ends is not None and self._since is not None:
-            self._step.spans.append(MarkedSpan(ends, self._since, mark))
+            self._step.spans.append(Span(ends, self._since, mark))
         if ends == "backward" and self.measures_lag and not is_being_captured(self._device):
-            # Only once in a step: what comes behind the first end of a backward waits for other ranks.
+            # Only once in a step: after the first end of a backward the device waits for other ranks.
             self.measures_lag, self._step.lag_s = False, self._clock.wait(mark)
         self._phase, self._since = phase, mark
         return ends
@@ -178,7 +159,7 @@ class StepRecorder(BackwardObserver):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Be in `phase` inside, and afterwards in the phase before."""
+        """Record `phase` inside, and afterwards the phase before."""
         before = self.turn_to(phase)
         try:
             yield
@@ -200,9 +181,10 @@ class StepRecorder(BackwardObserver):
         marks = self._step.buckets[index]
         if pending.has_ended:  # the launch was the wait
             if self._phase is not None and self._since is not None:
-                self._step.spans.append(MarkedSpan(self._phase, self._since, marks.launched))
-            marks.seen = self._since = self._clock.mark()
-            self._step.spans.append(MarkedSpan("exposed", marks.launched, self._since))
+                self._step.spans.append(Span(self._phase, self._since, marks.launched))
+            self._since = self._clock.mark()
+            marks.ends.append(self._since)
+            self._step.spans.append(Span("exposed", marks.launched, self._since))
         elif pending.transfer is not None:
             self._watch(pending.transfer, marks)
 
@@ -210,7 +192,7 @@ class StepRecorder(BackwardObserver):
         self._before_waiting = self.turn_to("exposed")
 
     def reduction_ended(self, index: int) -> None:
-        self._step.buckets[index].waited_for = self._clock.mark()
+        self._step.buckets[index].ends.append(self._clock.mark())
 
     def gradients_final(self) -> None:
         self.turn_to(self._before_waiting)
@@ -230,12 +212,12 @@ class StepRecorder(BackwardObserver):
             return
         if self._before_weights is not None:
             self.turn_to(self._before_weights)
-        self._step.gathers[id(bucket)].waited_for = self._clock.mark()
+        self._step.gathers[id(bucket)].ends.append(self._clock.mark())
 
     def is_past(self, marked: MarkedStep) -> bool:
         """Return whether the device has reached all marks of a step."""
         transfers = (*marked.buckets.values(), *marked.gathers.values())
-        marks = [span.end for span in marked.spans[-1:]] + [end for transfer in transfers for end in transfer.ends]
+        marks = [span.end_s for span in marked.spans[-1:]] + [end for transfer in transfers for end in transfer.ends]
         return all(map(self._clock.is_past, marks))
 
 
@@ -244,33 +226,28 @@ def step_of(marked: MarkedStep, axis: Axis, *, memory_bytes: int) -> Step | None
     if not marked.spans or any(bucket.launched is None or not bucket.ends for bucket in marked.buckets.values()):
         return None
     gathers = [gather for gather in marked.gathers.values() if gather.ends]
-    axis.move_to(marked.spans[0].start)
+    axis.move_to(marked.spans[0].start_s)
     buckets: list[BucketTimes] = []
     for _, bucket in sorted(marked.buckets.items()):
         ready_s, launched_s = axis.seconds(bucket.ready), axis.seconds(bucket.launched)
         buckets.append(BucketTimes(ready_s, launched_s, max(min(map(axis.seconds, bucket.ends)), launched_s)))
     return Step(
-        step=marked.step,
-        plan=marked.plan,
-        spans=[Span(span.name, axis.seconds(span.start), axis.seconds(span.end)) for span in marked.spans],
-        buckets=buckets,
-        bytes_on_wire=marked.bytes_on_wire + sum(gather.num_bytes for gather in gathers) // 2,
-        num_unused=marked.num_unused,
-        num_skipped=marked.num_skipped,
-        num_replayed=marked.num_replayed,
+        marked.step,
+        marked.plan,
+        [Span(span.name, axis.seconds(span.start_s), axis.seconds(span.end_s)) for span in marked.spans],
+        buckets,
+        marked.bytes_on_wire + sum(gather.num_bytes for gather in gathers) // 2,
+        **marked.counts,
         lag_s=marked.lag_s,
         memory_bytes=memory_bytes,
-        gathers=[
-            GatherTimes(gather.bucket, axis.seconds(gather.launched), min(map(axis.seconds, gather.ends)))
-            for gather in gathers
-        ],
+        gathers=[GatherTimes(g.bucket, axis.seconds(g.launched), min(map(axis.seconds, g.ends))) for g in gathers],
     )
 
 
 def plan_of(
     version: int, buckets: Sequence[BucketSpec], specs: Sequence[ParameterSpec], *, scatters: bool = False
 ) -> RecordedPlan:
-    """Return the line for a plan; with `scatters` each rank gets the gradients of its share of sharded buckets only."""
+    """Return the line for a plan; with `scatters` each rank gets the gradients of its shard only."""
     recorded = []
     for bucket in buckets:
         names, sizes = [specs[i].name for i in bucket.members], [specs[i].num_bytes for i in bucket.members]
@@ -299,9 +276,13 @@ def metrics_of(steps: Sequence[Step], *, num_ranks: int) -> dict[str, float]:
 
 
 class Sampling:
-    """Decides which recorded rounds are written; a round is the batches up to a step of one or several optimizers."""
+    """Decides which recorded rounds are written; a round is the batches up to a step of one or several optimizers.
 
-    def __init__(self, batches_per_portion: int = BATCHES_PER_PORTION) -> None:
+    After 1,000 batches every second round is written, after 1,000 more every fourth, and so on: a file grows with the
+    logarithm of a run's length. Batches are counted, not bytes: all ranks must write the same steps.
+    """
+
+    def __init__(self, batches_per_portion: int = 1000) -> None:
         self._batches_per_portion = batches_per_portion
         self._num_rounds = 0
         self._num_batches = 0
@@ -320,9 +301,9 @@ class Sampling:
 
 
 class RecordFile:
-    """The file of one rank in one fit, in the folder of all ranks, or none; files of an earlier fit are replaced.
+    """The file of one rank in one fit, or none without a `folder`; replaces the file of an earlier fit.
 
-    If it cannot be written, warn once and let training go on.
+    If it cannot be written, it warns once, and training goes on.
     """
 
     def __init__(self, folder: Path | None, *, rank: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_bucketddp.commands.report import predict_sizes
@@ -25,8 +27,14 @@ def plan_of(*buckets: str) -> RecordedPlan:
     return RecordedPlan(1, [RecordedBucket(list(names), [MIB] * len(names)) for names in buckets])
 
 
+def sizes_of(profile: Profile, *buckets: str) -> dict[str, Any]:
+    sizes = predict_sizes(profile, plan_of(*buckets))
+    assert sizes is not None
+    return sizes
+
+
 def test_predictions_follow_from_the_profile() -> None:
-    sizes = predict_sizes(PROFILE, plan_of("dc", "ba"))
+    sizes = sizes_of(PROFILE, "dc", "ba")
     caps = {prediction["cap"]: prediction for prediction in sizes["byCap"]}
     assert min(caps) == 0.25
     assert max(caps) == 4
@@ -42,17 +50,17 @@ def test_predictions_follow_from_the_profile() -> None:
 
 def test_the_optimum_is_as_good_as_any_size() -> None:
     profile = Profile(PROFILE.specs, [0.1, 0.2, 3.0, 4.0], 4.0, AllReduceCost(0.05, 0.4 / MIB), num_ranks=2)
-    sizes = predict_sizes(profile, plan_of("dc", "ba"))
+    sizes = sizes_of(profile, "dc", "ba")
     assert sizes["optimum"]["exposed"] <= min(prediction["exposed"] for prediction in sizes["byCap"])
 
 
 def test_a_plan_of_other_parameters_is_not_predicted() -> None:
-    assert predict_sizes(PROFILE, plan_of("dc", "bx"))["current"] is None
-    assert predict_sizes(PROFILE, plan_of("dc"))["current"] is None
+    assert sizes_of(PROFILE, "dc", "bx")["current"] is None
+    assert sizes_of(PROFILE, "dc")["current"] is None
 
 
 def test_a_parameter_that_is_large_by_itself_does_not_count_as_the_size_of_buckets() -> None:
     specs = [ParameterSpec("d", 64 * MIB, "float32"), *PROFILE.specs[1:]]
     profile = Profile(specs, PROFILE.ready_s, 4.0, PROFILE.cost, num_ranks=2)
-    current = predict_sizes(profile, plan_of("d", "cba"))["current"]
+    current = sizes_of(profile, "d", "cba")["current"]
     assert current["cap"] == 3

@@ -77,9 +77,8 @@ def test_steps_by_hand() -> None:
     found = options(SLOW, int8=Codec(inline_s_per_byte=1 * MS / SIZE))
     # From 1 ms on, twice 8.1 ms, and 0.1 for the flags, of which 1 is hidden; twice 4.1; twice 0.2 + 2.03 + 1.
     assert found.own.exposed_s == pytest.approx(15.3 * MS)
-    assert found.bf16 is not None
-    assert found.bf16.exposed_s == pytest.approx(7.3 * MS)
-    assert found.int8.exposed_s == pytest.approx((2 * (0.2 + 8 * 260 / 1024 + 1) + 0.2 - 1) * MS)
+    assert found.by_dtype["bf16"].exposed_s == pytest.approx(7.3 * MS)
+    assert found.by_dtype["int8"].exposed_s == pytest.approx((2 * (0.2 + 8 * 260 / 1024 + 1) + 0.2 - 1) * MS)
     # All weights at once after so many steps, and nothing hides it: 0.1 + 16 ms.
     assert [option.exposed_s for option in found.local] == pytest.approx([1.61 * MS, 0.161 / 0.3 * MS, 0.161 * MS])
     assert [option.compute_s for option in found.all] == pytest.approx([4 * MS] * 6)
@@ -91,9 +90,9 @@ def test_steps_by_hand() -> None:
 def test_sharded_gradients_travel_small_and_weights_as_they_are() -> None:
     config = ReducerConfig(reduce_dtype="int8", bucket_cap_mb=0.1)
     found = WireOptions.predict(PROFILE, config, SLOW, num_ranks=2, codecs={}, is_sharded=True)
-    assert found.int8.exposed_s == predict(PROFILE, config, SLOW, num_shards=2).exposed_s
-    assert found.int8.exposed_s > predict(PROFILE, config, SLOW).exposed_s
-    assert found.int8.sent_bytes == pytest.approx(SIZE * (1 + 260 / 1024))
+    assert found.by_dtype["int8"].exposed_s == predict(PROFILE, config, SLOW, num_shards=2).exposed_s
+    assert found.by_dtype["int8"].exposed_s > predict(PROFILE, config, SLOW).exposed_s
+    assert found.by_dtype["int8"].sent_bytes == pytest.approx(SIZE * (1 + 260 / 1024))
     assert found.local == []
 
 
@@ -128,7 +127,7 @@ def test_the_fewest_local_steps_that_end_the_waiting_are_advised() -> None:
 def test_gradients_of_16_bits_are_not_halved() -> None:
     halves = replace(PROFILE, specs=[replace(spec, kind="torch.bfloat16 cpu") for spec in SPECS])
     found = options(AllReduceCost(0.0, 3 * MS / SIZE), profile=halves)
-    assert found.bf16 is None
+    assert "bf16" not in found.by_dtype
     assert len(found.all) == 5
     assert found.advice("X") == (
         '`reduce_dtype="int8"` saves 33% of a step on X; gradients then have 8 bits, see docs/slow-networks.md.'

@@ -25,7 +25,7 @@ from lightning_bucketddp.recording.schema import (
     read,
 )
 from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
-from lightning_bucketddp.recording.typical_step import RankNumbers, TypicalStep
+from lightning_bucketddp.recording.typical_step import RankNumbers, TypicalStep, plan_in
 from lightning_bucketddp.recording.writer import RecordFile, Sampling
 from lightning_bucketddp.reducer.observer import OuterStepStats
 from tests.support.cases import for_each
@@ -195,7 +195,9 @@ def test_waiting_for_weights_is_waiting_and_explains_no_reduction() -> None:
     step = typical(*ranks)
     assert (step.exposed_s, step.unhindered.exposed_s) == (about(7 * MS), about(7 * MS))
     assert (ranks[0].own_s, step.straggler) == (about(20 * MS), None)
-    assert step.fitted(PROFILE).cost == typical(numbers(0)).fitted(PROFILE).cost
+    plan = plan_in(PROFILE, TWO_BUCKETS)
+    assert plan is not None
+    assert step.fitted_cost(PROFILE, plan) == typical(numbers(0)).fitted_cost(PROFILE, plan)
     assert step.late_bucket == (1, about(0.7 * 3 * MS))
     lines = Summary.of(step, suggestions=[], state_bytes=(MIB, 2 * MIB)).lines
     assert "Weights: their exchange ends a step and takes 6.00 ms of that; the step waits 4.00 ms for it." in lines

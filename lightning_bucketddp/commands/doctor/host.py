@@ -1,4 +1,4 @@
-"""What a rank finds on its host: software, GPUs, limits, and the directory that checkpoints go to."""
+"""Checks of one host: software, GPUs, limits, and the directory for checkpoints."""
 
 from __future__ import annotations
 
@@ -33,29 +33,13 @@ from lightning_bucketddp.commands.doctor.finding import (
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.wording import list_some_ranks, pluralize
 
-# These define what ranks send to each other; other versions may differ.
-_MUST_BE_EQUAL = ("torch", "NCCL", "lightning", "pytorch-lightning", "lightning-bucketddp")
 _LIGHTNING = ("lightning", "pytorch-lightning")
-
-_PROGRAM = "nvidia-smi"
-_TIMEOUT_S = 15
-# With less free memory before training, somebody else computes on a GPU.
-_FREE_SHARE = 0.8
+# Ranks must have the same versions of these, which define the messages between them.
+_MUST_BE_EQUAL = ("torch", "NCCL", "lightning-bucketddp", *_LIGHTNING)
 # Of one lane in each direction, after encoding, by generation of PCI Express (from its specifications).
 _PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-
 _SHARED_MEMORY = "/dev/shm"
 GIB = 1024 * MIB
-
-# Torch, loggers and a few data workers keep files open; each tensor on its way from a worker is an open file, too.
-_FILES_OF_A_RANK = 256
-_FILES_FOR_DATA_WORKERS = 4096
-# A rank has up to three process groups with a connection to every other rank; on one host each has two ends.
-_FILES_PER_RANK = 6
-_PROCESSES = 4096
-_SMALL_SHARED_MEMORY = GIB
-_TOO_SMALL_SHARED_MEMORY = 64 * MIB
-_SMALL_MEMORY_PER_RANK = GIB
 
 
 def observe_software() -> dict[str, Any]:
@@ -129,7 +113,7 @@ def _judge_gpus_of_host(seen: Observation, where: str) -> Iterator[Finding]:
     else:
         yield note(f"There is no GPU{where}: ranks train on CPUs and talk through gloo.")
     for index, device in enumerate(seen["devices"]):
-        if device["free_mib"] < _FREE_SHARE * device["total_mib"]:
+        if device["free_mib"] < 0.8 * device["total_mib"]:
             yield warning(
                 f"Of GPU {index}{where} only {device['free_mib'] / 1024:.1f} of {device['total_mib'] / 1024:.1f} GiB"
                 " are free.",
@@ -150,22 +134,20 @@ def _link_speed() -> dict[str, Any] | None:
     status = _ask("nvlink", "--status", "-i", "0")
     links = [float(speed) for speed in re.findall(r"Link \d+: ([\d.]+) GB/s", status)]
     if links:
-        origin = f"{len(links)} NVLinks of GPU 0, says `{_PROGRAM} nvlink --status`"
+        origin = f"{len(links)} NVLinks of GPU 0, says `nvidia-smi nvlink --status`"
         return {"value": sum(links) * 1e9, "origin": origin}
     fields = _ask("--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader", "-i", "0")
     with suppress(ValueError, KeyError):
         generation, width = (int(field) for field in fields.split(","))
-        origin = f"PCI Express {generation} x{width} of GPU 0, says `{_PROGRAM}`"
+        origin = f"PCI Express {generation} x{width} of GPU 0, says `nvidia-smi`"
         return {"value": width * _PCIE_LANE_BYTES_PER_S[generation], "origin": origin}
     return None
 
 
 def _ask(*arguments: str) -> str:
-    """Return the output of the driver's program; empty if there is none or it fails."""
-    with suppress(OSError, subprocess.TimeoutExpired):
-        command = [_PROGRAM, *arguments]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        return answer.stdout if answer.returncode == 0 else ""
+    """Return the output of `nvidia-smi`; empty if it is not there or fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(["nvidia-smi", *arguments], stderr=subprocess.DEVNULL, text=True, timeout=15)
     return ""
 
 
@@ -190,10 +172,10 @@ def judge_limits(ranks: Sequence[Observation]) -> Iterator[Finding]:
         seen, where = observed["resources"], observed["where"]
         num_local = sum(other["host"] == observed["host"] for other in ranks)
         yield _judge_open_files(seen["open_files"], where, num_ranks=len(ranks))
-        if seen["processes"] is not None and seen["processes"] < _PROCESSES:
+        if seen["processes"] is not None and seen["processes"] < 4096:
             yield warning(
                 f"This user may start only {seen['processes']:,} processes and threads{where}.",
-                f"Raise it: `ulimit -u {_PROCESSES * 4}`, or in /etc/security/limits.conf.",
+                "Raise it: `ulimit -u 16384`, or in /etc/security/limits.conf.",
             )
         locked = seen["locked_memory"]
         if observed["network"]["infiniband_gbit"] and locked is not None:
@@ -210,18 +192,19 @@ def judge_limits(ranks: Sequence[Observation]) -> Iterator[Finding]:
             yield note(f"How much memory is free{where} cannot be told.")
             continue
         text = f"Memory{where}: {free / GIB:.1f} GiB are free for {pluralize(num_local, 'rank')}."
-        if free < _SMALL_MEMORY_PER_RANK * num_local:
+        if free < GIB * num_local:
             yield warning(text, "End what else runs there, or start fewer processes or data workers.")
         else:
             yield ok(text)
 
 
 def _judge_open_files(limit: int | None, where: str, *, num_ranks: int) -> Finding:
-    needed = _FILES_OF_A_RANK + _FILES_PER_RANK * num_ranks
-    if limit is None or limit >= needed + _FILES_FOR_DATA_WORKERS:
+    # torch, loggers and a few data workers need 256. A rank has up to three process groups with a connection to every
+    # other rank, whose two ends may be on one host. Each tensor on its way from a data worker is an open file, too.
+    needed = 256 + 6 * num_ranks
+    if limit is None or limit >= needed + 4096:
         return ok(f"Open files{where}: {'no limit' if limit is None else f'{limit:,}'}.")
-    wanted = 65536
-    remedy = f"Raise it before the start: `ulimit -n {wanted}`, or `LimitNOFILE={wanted}` of the service."
+    remedy = "Raise it before the start: `ulimit -n 65536`, or `LimitNOFILE=65536` of the service."
     if limit < needed:
         needs = f"with {pluralize(num_ranks, 'rank')} each needs about {needed:,}"
         return error(f"A process may open only {limit:,} files{where}; {needs}.", remedy)
@@ -235,9 +218,9 @@ def _judge_shared_memory(size: Observation | None, where: str) -> Finding:
     if size is None:
         return error(f"There is no {_SHARED_MEMORY}{where}, which data workers hand batches through.", remedy)
     text = f"{_SHARED_MEMORY}{where}: {size['free'] / GIB:.2f} of {size['total'] / GIB:.2f} GiB are free"
-    if size["free"] < _TOO_SMALL_SHARED_MEMORY:
+    if size["free"] < 64 * MIB:
         return error(f"{text}. Data workers hand batches through it and will die.", remedy)
-    if size["free"] < _SMALL_SHARED_MEMORY:
+    if size["free"] < GIB:
         return warning(f"{text}. Data workers hand batches through it.", remedy)
     return ok(f"{text}.")
 
@@ -283,13 +266,11 @@ def _memory_available() -> int | None:
     return min(found, default=None)
 
 
-_TRIAL_BYTES = 64 * MIB
-_BLOCK_BYTES = 4 * MIB
-_SLOW_BYTES_PER_S = 50e6
-_LITTLE_SPACE = 10 * GIB
-# By type of file system: what its files do not survive.
-_LOST_WHEN = dict.fromkeys(("tmpfs", "ramfs"), "the machine stops")
-_LOST_WHEN |= dict.fromkeys(("overlay", "aufs"), "the container is removed")
+# By type of file system: when its files are lost.
+_LOST_WHEN = {
+    **dict.fromkeys(("tmpfs", "ramfs"), "the machine stops"),
+    **dict.fromkeys(("overlay", "aufs"), "the container is removed"),
+}
 
 
 def observe_directory(directory: Path, *, rank: int) -> dict[str, Any]:
@@ -299,7 +280,11 @@ def observe_directory(directory: Path, *, rank: int) -> dict[str, Any]:
         return seen
     try:
         leftovers = find_temporary_files(str(directory))
-        seen |= {"num_leftovers": len(leftovers), "leftover_bytes": sum(_size(path) for path in leftovers)}
+        num_bytes = 0
+        for path in leftovers:
+            with suppress(OSError):  # it may be gone by now
+                num_bytes += path.stat().st_size
+        seen |= {"num_leftovers": len(leftovers), "leftover_bytes": num_bytes}
         seen |= {"file_system": _file_system(directory), "free": shutil.disk_usage(directory).free}
         return seen | _write_trial(directory)
     except OSError as failed:
@@ -339,7 +324,7 @@ def _judge_writing(seen: Observation) -> Finding:
         f"A file of {seen['num_bytes'] / MIB:.1f} MiB was written to {directory}, flushed and renamed in"
         f" {seen['seconds']:.2f} s: {speed / MIB:,.0f} MiB/s"
     )
-    if speed < _SLOW_BYTES_PER_S:
+    if speed < 50e6:
         waits = f"A checkpoint of 1 GiB holds training up for {GIB / speed:.0f} s"
         return warning(f"{text}. {waits}.", "Pass `async_checkpoints=True` to the strategy, or use a local disk.")
     return ok(f"{text}.")
@@ -349,7 +334,7 @@ def _judge_place(seen: Observation) -> Iterator[Finding]:
     kind, free = seen["file_system"], f"{seen['free'] / GIB:.1f} GiB are free in {seen['directory']}"
     if (end := _LOST_WHEN.get(kind)) is not None:
         yield warning(f"The file system is {kind}: checkpoints are lost when {end}.", "Use a disk that stays.")
-    if seen["free"] < _LITTLE_SPACE:
+    if seen["free"] < 10 * GIB:
         yield warning(f"Only {free}.", "Make room, or keep fewer checkpoints (`save_top_k`).")
     else:
         yield ok(f"{free} ({kind or 'unknown file system'}).")
@@ -363,17 +348,17 @@ def _judge_place(seen: Observation) -> Iterator[Finding]:
 
 def _write_trial(directory: Path) -> dict[str, Any]:
     path = directory / f".bucketddp-doctor-{os.getpid()}"
-    block = os.urandom(_BLOCK_BYTES)  # which no file system can compress
+    block = os.urandom(4 * MIB)  # no file system can compress it
     start = time.perf_counter()
     try:
         with atomic_file(str(path)) as file:
-            for _ in range(_TRIAL_BYTES // _BLOCK_BYTES):
+            for _ in range(16):
                 file.write(block)
         seconds = time.perf_counter() - start
     finally:
         with suppress(OSError):
             path.unlink()
-    return {"error": None, "num_bytes": _TRIAL_BYTES, "seconds": seconds}
+    return {"error": None, "num_bytes": 16 * len(block), "seconds": seconds}
 
 
 def _file_system(directory: Path) -> str | None:
@@ -384,9 +369,3 @@ def _file_system(directory: Path) -> str | None:
             found[before.split()[4].replace("\\040", " ")] = after.split()[0]
     path = directory.resolve()
     return next((found[str(place)] for place in (path, *path.parents) if str(place) in found), None)
-
-
-def _size(path: Path) -> int:
-    with suppress(OSError):  # it may be gone by now
-        return path.stat().st_size
-    return 0

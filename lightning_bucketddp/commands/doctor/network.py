@@ -1,4 +1,4 @@
-"""What connects ranks: interfaces and their settings, ports, clocks, and how long all-reduces take."""
+"""Checks between ranks: interfaces and their settings, ports, clocks, and the time of all-reduces."""
 
 from __future__ import annotations
 
@@ -33,19 +33,13 @@ from lightning_bucketddp.planning.optimal_plan import best_dtype
 from lightning_bucketddp.reducer.observer import clock_of
 
 _DEVICES = Path("/sys/class")
-# Settings that may differ between hosts.
-_OF_A_HOST = ("_IFNAME", "_HOSTID")
-_PREFIXES = ("GLOO_", "TORCH_NCCL_")
-# By name: the value that costs speed, and what it does.
+# By name: the value that costs speed, and its effect.
 _SLOW_SETTINGS = {
     "NCCL_P2P_DISABLE": ("1", "GPUs of one host do not exchange directly"),
     "NCCL_SHM_DISABLE": ("1", "ranks of one host talk through the network"),
     "NCCL_IB_DISABLE": ("1", "InfiniBand is not used"),
     "NCCL_DEBUG": ("TRACE", "NCCL writes down each call"),
 }
-
-_NUM_CLOCK_ROUNDS = 5
-_FAR_S = 1.0
 
 _NUM_REPETITIONS = 7
 # Each size takes up to this many times as long as the one before; a size that would exceed the time limit is left out.
@@ -54,20 +48,21 @@ _ENOUGH_S = 12.0
 LONGEST_S = 3 * _ENOUGH_S
 _SIZES = [1024 * _GROWTH**n for n in range(9)]  # 1 KiB to 64 MiB
 LARGEST_BYTES = _SIZES[-1]
-_COPIED_BYTES = 64 * MIB
-# Below this share of the nominal speed something is wrong. Sockets and protocols take their part of a network; within
-# a host data is copied several times, by cores that also compute the sums.
-_POOR_SHARE_OF_LINK = 1 / 3
-_POOR_SHARE_OF_MEMORY = 1 / 50
 
 
 def observe_network(*, main_address: str) -> dict[str, Any]:
     settings = nccl_settings(os.environ)
+    others = {name: value for name, value in os.environ.items() if name.startswith(("GLOO_", "TORCH_NCCL_"))}
+    rates = []
+    for port in (_DEVICES / "infiniband").glob("*/ports/*"):
+        with suppress(OSError, ValueError):
+            if "ACTIVE" in (port / "state").read_text():
+                rates.append(float((port / "rate").read_text().split()[0]))
     return {
         "interfaces": {path.name: _describe_interface(path) for path in sorted((_DEVICES / "net").glob("*"))},
-        "infiniband_gbit": _infiniband_gbit(),
+        "infiniband_gbit": min(rates, default=None),  # of the slowest active port
         "towards_main_address": interface_towards(main_address),
-        "settings": settings | {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)},
+        "settings": settings | others,
         "uses_sockets_untuned": uses_sockets_untuned(settings),
     }
 
@@ -78,7 +73,7 @@ def judge_network(ranks: Sequence[Observation]) -> Iterator[Finding]:
         yield from _judge_host(observed, is_alone=len(hosts) == 1)
     settings = {observed["rank"]: observed["network"]["settings"] for observed in ranks}
     for name, what in sorted(differences(settings, absent="unset").items()):
-        if not name.endswith(_OF_A_HOST):
+        if not name.endswith(("_IFNAME", "_HOSTID")):  # these belong to a host
             yield warning(f"{name} differs: {what}.", "Set it in the same way on every host.")
     names = sorted({name for of_rank in settings.values() for name in of_rank})
     if names:
@@ -137,16 +132,6 @@ def _describe_interface(interface: Path) -> dict[str, Any]:
     return {"is_up": is_up, "gbit": speed / 1e3 if speed > 0 else None}
 
 
-def _infiniband_gbit() -> float | None:
-    """Return the rate of the slowest active port, or None."""
-    rates = []
-    for port in (_DEVICES / "infiniband").glob("*/ports/*"):
-        with suppress(OSError, ValueError):
-            if "ACTIVE" in (port / "state").read_text():
-                rates.append(float((port / "rate").read_text().split()[0]))
-    return min(rates, default=None)
-
-
 def observe_ports(*, checks_main_port: bool) -> dict[str, Any]:
     """Try to listen at a port; at the main port only if asked, since launched ranks use it already."""
     chosen = os.environ.get("MASTER_PORT") if checks_main_port else None
@@ -194,7 +179,7 @@ def _why_not_listen(port: str) -> str | None:
 def measure_clocks(hosts: Collectives) -> list[float]:
     """Return how many seconds each rank's clock is ahead of rank 0's. Collective."""
     times = []
-    for _ in range(_NUM_CLOCK_ROUNDS):
+    for _ in range(5):
         hosts.sum(torch.zeros(1))  # ends at nearly the same moment on all ranks
         times.append(time.time())
     by_rank = hosts.gather_json(times)
@@ -207,7 +192,7 @@ def judge_clocks(ranks: Sequence[Observation], ahead_s: Sequence[float]) -> Iter
         return
     worst = max(hosts, key=lambda observed: abs(ahead_s[observed["rank"]]))
     name, difference = worst["hostname"], ahead_s[worst["rank"]]
-    if abs(difference) < _FAR_S:
+    if abs(difference) < 1:
         yield ok(f"The clocks of {len(hosts)} hosts are at most {abs(difference) * 1e3:.0f} ms from rank 0's.")
     else:
         way = "ahead of" if difference > 0 else "behind"
@@ -272,9 +257,13 @@ def judge_all_reduce(ranks: Sequence[Observation], measured: Observation | None,
 
 
 def expect_all_reduce(ranks: Sequence[Observation], measured: Observation, *, backend: str) -> dict[str, Any]:
-    """Return the speed that a rank could reach in each direction, and where that figure comes from."""
+    """Return the speed that a rank could reach in each direction, its origin, and the share of it that is too little.
+
+    Sockets and protocols take their share of a network; within a host data is copied several times, by cores that also
+    compute the sums.
+    """
     hosts = one_per_host(ranks)
-    poor_share = _POOR_SHARE_OF_LINK
+    poor_share = 1 / 3
     if len(hosts) > 1:
         speed, origin = _speed_between(hosts, backend=backend)
         remedy = "Look at the switch and the cables (`ethtool`), at who else uses the network, and at docs/faster.md."
@@ -284,14 +273,14 @@ def expect_all_reduce(ranks: Sequence[Observation], measured: Observation, *, ba
         speed, origin = known["value"], known["origin"]
         remedy = "Look at `nvidia-smi topo -m` and at `NCCL_P2P_DISABLE`; `NCCL_DEBUG=INFO` tells which way NCCL goes."
     else:
-        speed, poor_share = measured["memory_bytes_per_s"], _POOR_SHARE_OF_MEMORY
+        speed, poor_share = measured["memory_bytes_per_s"], 1 / 50
         origin = "what copying within memory gives here, measured with all ranks at once"
         remedy = "See what else computes on this host, and whether each rank has a core of its own."
     return {"bytes_per_s": speed, "origin": origin, "poor_share": poor_share, "remedy": remedy}
 
 
 def _speed_between(hosts: Sequence[Observation], *, backend: str) -> tuple[float | None, str]:
-    """Return the bytes per second of the slowest link between hosts, None if not known, and who says so."""
+    """Return the bytes per second of the slowest link between hosts, None if not known, and who reports them."""
     if backend == "NCCL" and all(observed["network"]["infiniband_gbit"] for observed in hosts):
         gbit = [observed["network"]["infiniband_gbit"] for observed in hosts]
         origin = "the slowest InfiniBand port, says /sys/class/infiniband"
@@ -309,11 +298,11 @@ def _speed_between(hosts: Sequence[Observation], *, backend: str) -> tuple[float
 
 
 def _memory_speed(collectives: Collectives) -> float:
-    source, target = torch.zeros(_COPIED_BYTES // 4), torch.empty(_COPIED_BYTES // 4)
+    source, target = torch.zeros(16 * MIB), torch.empty(16 * MIB)
     target.copy_(source)  # so that the memory is mapped
     collectives.sum(torch.zeros(1))
     times = timeit.repeat(lambda: target.copy_(source), number=1, repeat=_NUM_REPETITIONS)
-    return _COPIED_BYTES / min(times)  # the best that is possible
+    return source.nbytes / min(times)
 
 
 def size_in_words(num_bytes: int) -> str:
@@ -321,7 +310,7 @@ def size_in_words(num_bytes: int) -> str:
 
 
 def judge_wires(wires: Mapping[str, AllReduceCost]) -> Iterator[Finding]:
-    """Say what gradients should travel as between these ranks, whatever the model."""
+    """Advise on the dtype in which gradients should travel between these ranks, whatever the model."""
     num_parameters = 100_000_000
     seconds = {name: cost.seconds(4 * num_parameters) for name, cost in wires.items()}
     ms = {name: f"{1e3 * taken:,.0f} ms" for name, taken in seconds.items()}

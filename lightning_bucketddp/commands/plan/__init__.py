@@ -24,6 +24,7 @@ from lightning_bucketddp.planning.optimal_plan import (
     StateByRank,
     WireOptions,
     first_plan,
+    in_ms,
     predict,
 )
 from lightning_bucketddp.reducer.quantization import GPU_CODECS, measure_codecs
@@ -36,15 +37,6 @@ measured here, if the module has an `example_input_array`. The output says which
 about training on GPUs."""
 
 _DEFAULT_NETWORK = "eth-100g"
-_NUMBERS_OF_RANKS = [2**n for n in range(11)]  # 1 to 1,024
-_BAR_LENGTH = 30
-# Capturing is suggested where forward and backward are faster by this factor.
-_WORTHWHILE = 1.1
-_ABOUT_CPUS = (
-    "These are times of a CPU. The efficiency below holds for training on such CPUs and says nothing about GPUs: they"
-    " compute far faster, and wait as long for the network. For GPUs run this on one, or pass --profile or"
-    " --backward-ms of one."
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +116,7 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
     profile = times.profile
     networks = arguments.network or [_DEFAULT_NETWORK if profile.cost is None else MEASURED]
     codecs, codec_origin = NO_CODECS, ""
-    # Not on the device that the profile names: it is a file that anyone may have written.
+    # Measure on no device that the profile names: anyone may have written the file.
     is_cpu = profile.specs[0].kind.endswith(" cpu")
     if profile.backward_s > 0:
         codecs, codec_origin = GPU_CODECS, "what it takes on an H200, because there is no GPU here"
@@ -140,7 +132,7 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
         if profile.backward_s <= 0:
             continue
         by_ranks: dict[int, Timeline] = {}
-        for n in sorted({*_NUMBERS_OF_RANKS, num_ranks}):
+        for n in sorted({*(2**power for power in range(11)), num_ranks}):
             shards = n if is_sharded else 1
             by_ranks[n] = predict(profile, config, network.all_reduce(n), codecs=between, num_shards=shards)
         options = None
@@ -219,7 +211,12 @@ def print_plan(plan: ModulePlan) -> None:
             console.print(f"\n{_describe_state(plan, plan.state)}", markup=False)
         console.print(f"\nTimes: {_describe_times(plan)}", markup=False)
         if plan.scalings and plan.times.is_of_cpu:
-            console.print(Text(_ABOUT_CPUS, style="bold yellow"))
+            about_cpus = (
+                "These are times of a CPU. The efficiency below holds for training on such CPUs and says nothing about"
+                " GPUs: they compute far faster, and wait as long for the network. For GPUs run this on one, or pass"
+                " --profile or --backward-ms of one."
+            )
+            console.print(Text(about_cpus, style="bold yellow"))
         for scaling in plan.scalings:
             network = scaling.network
             speed = f"{network.bytes_per_s / 1e9:.4g} GB/s from each rank, {network.hop_s * 1e6:.3g} us per hop"
@@ -263,38 +260,32 @@ def _describe_times(plan: ModulePlan) -> str:
     parts = {"forward": profile.forward_s, "backward": profile.backward_s, "optimizer": profile.optimizer_s}
     known = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in parts.items() if seconds > 0)
     unknown = " and ".join(name for name, seconds in parts.items() if seconds <= 0)
-    rest = f" Not known, and counted as nothing: {unknown}." if unknown else ""
-    return f"{known}; {plan.times.origin}.{rest}{_describe_graph(plan.times.without_and_with_graph_s)}"
-
-
-def _describe_graph(seconds: tuple[float, float] | None) -> str:
-    """Say whether Python is the limit, and what capturing would give."""
-    if seconds is None:
-        return ""
-    without_ms, with_ms = (1e3 * one for one in seconds)
-    if with_ms > without_ms / _WORTHWHILE:
-        return f" Bound by the GPU: forward and backward take {with_ms:.2f} ms as a CUDA graph, too."
+    text = f"{known}; {plan.times.origin}." + (f" Not known, and counted as nothing: {unknown}." if unknown else "")
+    if plan.times.without_and_with_graph_s is None:
+        return text
+    without_s, with_s = plan.times.without_and_with_graph_s
+    if with_s > without_s / 1.1:
+        return f"{text} Bound by the GPU: forward and backward take {in_ms(with_s)} as a CUDA graph, too."
     return (
-        f" Bound by the host: with `cuda_graphs=True` forward and backward take {with_ms:.2f} instead of"
-        f" {without_ms:.2f} ms."
+        f"{text} Bound by the host: with `cuda_graphs=True` forward and backward take {1e3 * with_s:.2f} instead of"
+        f" {in_ms(without_s)}."
     )
 
 
 def _describe_step(step: Timeline, num_ranks: int) -> str:
     if num_ranks == 1:
-        return f"On 1 rank a step takes {step.step_s * 1e3:.2f} ms, and there is nothing to wait for."
-    waits = f"{step.exposed_s * 1e3:.2f} ms of it are spent waiting for reductions"
-    if step.gathers:
-        for_reductions_s = step.exposed_s - step.weights_s
-        waits = f"waits {for_reductions_s * 1e3:.2f} ms for reductions and {step.weights_s * 1e3:.2f} ms for weights"
+        return f"On 1 rank a step takes {in_ms(step.step_s)}, and there is nothing to wait for."
+    waits = f"{in_ms(step.exposed_s)} of it are spent waiting for reductions"
+    if step.weights_s:
+        waits = f"waits {in_ms(step.exposed_s - step.weights_s)} for reductions and {in_ms(step.weights_s)} for weights"
     return (
-        f"On {num_ranks:,} ranks a step takes {step.step_s * 1e3:.2f} ms, and {waits}: {step.overlap:.0%} of"
-        f" {step.communication_s * 1e3:.2f} ms of communication are hidden."
+        f"On {num_ranks:,} ranks a step takes {in_ms(step.step_s)}, and {waits}: {step.overlap:.0%} of"
+        f" {in_ms(step.communication_s)} of communication are hidden."
     )
 
 
 def _table(*columns: Column | str) -> Table:
-    """Return a table without lines, with numbers in columns that have a name only."""
+    """Return a table without lines; columns that are given by name are for numbers."""
     right = [Column(column, justify="right") if isinstance(column, str) else column for column in columns]
     return Table(*right, box=None, padding=(0, 2), pad_edge=False)
 
@@ -306,9 +297,7 @@ def _bucket_table(plan: ModulePlan) -> Table:
         size = "sparse" if bucket.sparse else f"{plan.bytes_of(bucket) / MIB:.2f}"
         names = plan.names_in(bucket)
         text = " ... ".join(dict.fromkeys((names[0], names[-1]))) if names else "(flags only)"
-        table.add_row(
-            str(index), size, str(len(names)), Text(f"{text} (reduced where it is)" if bucket.alone else text)
-        )
+        table.add_row(str(index), size, str(len(names)), Text(text + " (reduced where it is)" * bucket.alone))
     return table
 
 
@@ -325,7 +314,7 @@ def _scaling_table(plan: ModulePlan, scaling: Scaling) -> Table:
             f"{step.step_s * 1e3:.2f}",
             "-" if is_alone else f"{step.overlap:.0%}",
             f"{step.scaling_efficiency:.1%}",
-            Text("█" * round(_BAR_LENGTH * step.scaling_efficiency), style="blue"),
+            Text("█" * round(30 * step.scaling_efficiency), style="blue"),
         )
     return table
 

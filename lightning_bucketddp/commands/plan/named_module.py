@@ -58,26 +58,23 @@ class NamedModule:
     def without_memory(self) -> nn.Module:
         """Build the module on the meta device, without memory, or on the CPU if that fails."""
         try:
-            return self._make("meta")
-        except Exception:  # a constructor may need real tensors
+            return self.make("meta")
+        except UsageError:  # a constructor may need real tensors
             return self.make()
 
-    def make(self) -> nn.Module:
+    def make(self, device: str = "cpu") -> nn.Module:
         try:
-            return self._make("cpu")
+            with torch.device(device):
+                module = self.build()
+                if not isinstance(module, nn.Module):
+                    raise UsageError(f"{self.name} makes no torch.nn.Module, but {module!r:.80}.")
+                configure = getattr(module, "configure_model", None)  # a LightningModule's
+                if callable(configure):
+                    configure()
         except UsageError:
             raise
         except Exception as error:
             raise UsageError(f"{self.name} cannot be made: {first_line(error)}") from error
-
-    def _make(self, device: str) -> nn.Module:
-        with torch.device(device):
-            module = self.build()
-            if not isinstance(module, nn.Module):
-                raise UsageError(f"{self.name} makes no torch.nn.Module, but {module!r:.80}.")
-            configure = getattr(module, "configure_model", None)  # a LightningModule's
-            if callable(configure):
-                configure()
         return module
 
 
@@ -216,7 +213,6 @@ def _check_arguments(maker: Callable[..., Any], given: dict[str, Any]) -> None:
 
 _NUM_WARM_UP = 2
 _NUM_MEASURED = 5
-_ENOUGH_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +222,9 @@ class BackwardTimes:
     profile: Profile
     kind: str
     origin: str
-    is_of_cpu: bool = False  # and says nothing about GPUs
-    codecs: Codecs = field(default_factory=dict)  # what ranks measured when they were recorded
-    # What forward and backward take, and what they take as a CUDA graph; None if they were not captured.
+    is_of_cpu: bool = False  # if so, they say nothing about GPUs
+    codecs: Codecs = field(default_factory=dict)  # as measured by the recorded ranks
+    # The seconds of forward and backward without and with a CUDA graph; None if they were not captured.
     without_and_with_graph_s: tuple[float, float] | None = None
 
 
@@ -318,7 +314,7 @@ def measured(module: nn.Module, *, device: torch.device) -> BackwardTimes:
     runs: list[_Run] = []
     started = time.perf_counter()
     try:
-        while len(runs) < _NUM_WARM_UP + _NUM_MEASURED and (not runs or time.perf_counter() - started < _ENOUGH_S):
+        while len(runs) < _NUM_WARM_UP + _NUM_MEASURED and (not runs or time.perf_counter() - started < 20):
             runs.append(_run(module, example, clock, device))
     except Exception as error:
         raise UsageError(
@@ -341,9 +337,8 @@ def measured(module: nn.Module, *, device: torch.device) -> BackwardTimes:
     )
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(example))
     origin = f"measured here, on {device}, with `example_input_array` of shape {shapes}"
-    if device.type == "cpu":
-        return BackwardTimes(profile, "measured", origin, is_of_cpu=True)
-    return BackwardTimes(profile, "measured", origin, without_and_with_graph_s=_try_graph(module, example, device))
+    graph_s = None if device.type == "cpu" else _try_graph(module, example, device)
+    return BackwardTimes(profile, "measured", origin, is_of_cpu=device.type == "cpu", without_and_with_graph_s=graph_s)
 
 
 def _try_graph(module: nn.Module, example: Any, device: torch.device) -> tuple[float, float] | None:
@@ -397,7 +392,7 @@ def _run(module: nn.Module, example: Any, clock: Clock, device: torch.device) ->
 
 
 def _loss_of(module: nn.Module, example: Any) -> Tensor:
-    """Return a loss without a meaning, to which every output contributes."""
+    """Return an arbitrary loss, to which every output contributes."""
     if isinstance(example, dict):
         output = module(**example)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,32 +18,33 @@ from lightning_bucketddp.recording.typical_step import NO_COST
 from lightning_bucketddp.wording import load_printable_json
 
 MEASURED = "measured"
-_ASK_DOCTOR = (
-    "Which of them pays on CPUs is known when ranks that share the cores have measured it: run `bucketddp doctor --json"
-    " > FILE.json` and pass `--network FILE.json`."
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """The predictions for one network, by number of ranks; `origin` says where the numbers of the network come from."""
+    """The predictions for one network, by number of ranks; `origin` explains where the network's numbers come from."""
 
     network: Network
     origin: str
     by_ranks: dict[int, Timeline]
-    wire_options: WireOptions | None  # with the number of ranks that was asked for; None if that is 1
-    is_judged: bool = True  # False: on CPUs, what encoding takes was not measured by ranks that share them
+    wire_options: WireOptions | None  # for `--ranks`; None if that is 1
+    is_judged: bool = True  # False: on CPUs, without measurements of encoding by ranks that share the cores
 
     @property
     def advice(self) -> str:
-        """Say which option to take; where that is not known, who knows it."""
+        """Explain which option to choose, or how to find out."""
         assert self.wire_options is not None
-        return self.wire_options.advice(self.network.name) if self.is_judged else _ASK_DOCTOR
+        if self.is_judged:
+            return self.wire_options.advice(self.network.name)
+        return (
+            "Which of them pays on CPUs is known when ranks that share the cores have measured it: run `bucketddp"
+            " doctor --json > FILE.json` and pass `--network FILE.json`."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePlan:
-    """The result of `bucketddp plan`; `module` and `device` are names, `origin` says how the plan was made."""
+    """The result of `bucketddp plan`; `module` and `device` are names, `origin` explains how the plan was made."""
 
     module: str
     device: str
@@ -75,7 +76,7 @@ class ModulePlan:
         return None if self.state_tensors is None else self.state_of(self.buckets, self.num_ranks)
 
     def to_json(self) -> dict[str, Any]:
-        profile, state = self.profile, self.state
+        profile, state, times = self.profile, self.state, self.times
         content: dict[str, Any] = {
             "module": self.module,
             "device": self.device,
@@ -88,12 +89,8 @@ class ModulePlan:
                 for b in self.buckets
             ],
             "times": {
-                "origin": self.times.origin,
-                "is_of_cpu": self.times.is_of_cpu,
-                "forward_s": profile.forward_s,
-                "backward_s": profile.backward_s,
-                "optimizer_s": profile.optimizer_s,
-                "without_and_with_graph_s": self.times.without_and_with_graph_s,
+                **{name: getattr(times, name) for name in ("origin", "is_of_cpu", "without_and_with_graph_s")},
+                **{name: getattr(profile, name) for name in ("forward_s", "backward_s", "optimizer_s")},
             },
             "networks": [_network_json(scaling) for scaling in self.scalings],
         }
@@ -117,7 +114,7 @@ class ModulePlan:
 def find_network(text: str, profile: Profile, codecs: Codecs) -> tuple[Network, str, Codecs]:
     """Return the network with this name or these figures (GBIT,LATENCY_US), or a measured one, and its origin.
 
-    And `codecs` with what `bucketddp doctor` has measured between ranks, if `text` is the file of its output.
+    If `text` is a file of `bucketddp doctor`, `codecs` are returned with the measurements in it.
     """
     if text in NETWORKS:
         return NETWORKS[text], f"nominal figures of {text}", codecs
@@ -161,7 +158,7 @@ def _network_of_doctor(path: Path, codecs: Codecs) -> tuple[Network, str, Codecs
 
 
 def _network_json(scaling: Scaling) -> dict[str, Any]:
-    is_sharded = any(timeline.gathers for timeline in scaling.by_ranks.values())
+    is_sharded = any(timeline.weights_s for timeline in scaling.by_ranks.values())
     shown = ("communication_s", "exposed_s", *(["weights_s"] if is_sharded else []), "step_s", "overlap")
     content: dict[str, Any] = {**asdict(scaling.network), "origin": scaling.origin, "by_ranks": []}
     for num_ranks, timeline in scaling.by_ranks.items():
@@ -175,14 +172,13 @@ def _network_json(scaling: Scaling) -> dict[str, Any]:
     return content
 
 
-# --- The chart as SVG, without a library and without links to anything outside
+# --- The chart as SVG, without a library and without external links
 
 _WIDTH, _PLOT_HEIGHT = 760, 318
-_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 730, 46, 56
+_LEFT, _RIGHT, _TOP = 74, 730, 46
 _LEGEND_LINE = 18
-_MOST_TICKS = 12
-# The colours of Okabe and Ito, which colour-blind people can tell apart, as far as they are readable on both white and
-# black. Dashes and marks distinguish the lines as well.
+# The colours of Okabe and Ito, which colour-blind people can distinguish, as far as they are readable on both white and
+# black. Dashes distinguish the lines as well.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 _STYLE = """
@@ -196,59 +192,52 @@ _STYLE = """
 """
 
 
-# Maps a number of ranks and an efficiency to coordinates.
-_Place = Callable[[int, float], tuple[str, str]]
-
-
 def draw_chart(title: str, lines: Sequence[tuple[str, Mapping[int, float]]]) -> str:
     """Return a chart as one SVG element; each line has a name and efficiencies, from 0 to 1, by number of ranks."""
     most_ranks = max(num_ranks for _, efficiencies in lines for num_ranks in efficiencies)
     top = _TOP + _LEGEND_LINE * len(lines)
     bottom = top + _PLOT_HEIGHT
-
-    def place(num_ranks: int, efficiency: float) -> tuple[str, str]:
-        share = math.log(num_ranks) / math.log(most_ranks)
-        return f"{_LEFT + share * (_RIGHT - _LEFT):.1f}", f"{bottom - efficiency * _PLOT_HEIGHT:.1f}"
-
     title = escape(title, {'"': "&quot;"})
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {_WIDTH} {bottom + _BOTTOM}" role="img"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {_WIDTH} {bottom + 56}" role="img"'
         f' aria-label="{title}">',
         f"<title>{title}</title><style>{_STYLE}</style>",
         f'<text class="title" x="{_LEFT}" y="24">{title}</text>',
-        *_draw_axes(place, most_ranks, top=top, bottom=bottom),
     ]
+
+    def place(num_ranks: int, efficiency: float) -> tuple[str, str]:
+        right = math.log(num_ranks) / math.log(most_ranks) * (_RIGHT - _LEFT)
+        return f"{_LEFT + right:.1f}", f"{bottom - efficiency * _PLOT_HEIGHT:.1f}"
+
+    largest_power = most_ranks.bit_length() - 1
+    for power in range(0, largest_power + 1, math.ceil(largest_power / 12)):
+        x, _ = place(2**power, 0)
+        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{top}" y2="{bottom}"/>')
+        parts.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{2**power:,}</text>')
+    for percent in range(0, 101, 20):
+        _, y = place(1, percent / 100)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y}" dy="0.35em" text-anchor="end">{percent}</text>')
+    turned = f"translate(18 {(top + bottom) / 2}) rotate(-90)"
+    parts.append(f'<path class="frame" d="M{_LEFT} {top}V{bottom}H{_RIGHT}"/>')
+    parts.append(f'<text x="{(_LEFT + _RIGHT) / 2}" y="{bottom + 42}" text-anchor="middle">ranks</text>')
+    parts.append(f'<text transform="{turned}" text-anchor="middle">efficiency, %</text>')
     for index, (name, efficiencies) in enumerate(lines):
-        parts += _draw_line(place, index, escape(name), efficiencies)
+        points = {num_ranks: place(num_ranks, efficiency) for num_ranks, efficiency in efficiencies.items()}
+        parts += _draw_line(index, escape(name), efficiencies, points)
     return "\n".join([*parts, "</svg>"])
 
 
-def _draw_axes(place: _Place, most_ranks: int, *, top: int, bottom: int) -> Iterator[str]:
-    largest_power = most_ranks.bit_length() - 1
-    for power in range(0, largest_power + 1, math.ceil(largest_power / _MOST_TICKS)):
-        x, _ = place(2**power, 0)
-        yield f'<line class="grid" x1="{x}" x2="{x}" y1="{top}" y2="{bottom}"/>'
-        yield f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{2**power:,}</text>'
-    for percent in range(0, 101, 20):
-        _, y = place(1, percent / 100)
-        yield f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y}" y2="{y}"/>'
-        yield f'<text x="{_LEFT - 8}" y="{y}" dy="0.35em" text-anchor="end">{percent}</text>'
-    yield f'<path class="frame" d="M{_LEFT} {top}V{bottom}H{_RIGHT}"/>'
-    yield f'<text x="{(_LEFT + _RIGHT) / 2}" y="{bottom + 42}" text-anchor="middle">ranks</text>'
-    middle = (top + bottom) / 2
-    yield f'<text transform="translate(18 {middle}) rotate(-90)" text-anchor="middle">efficiency, %</text>'
-
-
-def _draw_line(place: _Place, index: int, name: str, efficiencies: Mapping[int, float]) -> Iterator[str]:
+def _draw_line(
+    index: int, name: str, efficiencies: Mapping[int, float], points: Mapping[int, tuple[str, str]]
+) -> Iterator[str]:
     """Draw a line, a mark with a tooltip at each of its points, and its entry in the legend."""
     colour = _COLOURS[index % len(_COLOURS)]
     line = f'class="line" stroke="{colour}" stroke-dasharray="{_DASHES[index % len(_DASHES)]}"'
-    corners = " ".join(",".join(place(*point)) for point in efficiencies.items())
-    yield f'<polyline {line} points="{corners}"/>'
-    for num_ranks, efficiency in efficiencies.items():
-        x, y = place(num_ranks, efficiency)
-        yield f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}">'
-        yield f"<title>{name}: {num_ranks:,}, {100 * efficiency:.4g}</title></circle>"
+    yield f'<polyline {line} points="{" ".join(map(",".join, points.values()))}"/>'
+    for num_ranks, (x, y) in points.items():
+        tip = f"{name}: {num_ranks:,}, {100 * efficiencies[num_ranks]:.4g}"
+        yield f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"><title>{tip}</title></circle>'
     down = _TOP + _LEGEND_LINE * index
     yield f'<path {line} d="M{_LEFT} {down}h30"/>'
     yield f'<text x="{_LEFT + 38}" y="{down}" dy="0.35em">{name}</text>'

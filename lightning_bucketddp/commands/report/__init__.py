@@ -40,8 +40,6 @@ HELP = """Make one HTML page of a recorded run: where communication time went, a
 
 With --compare, print the steps of two runs side by side. Exit status: 0 B is not slower, 1 it is, 2 wrong usage."""
 
-_DIFFERENT = 0.03  # of a step; less may be chance
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, nargs="?", metavar="RUN_DIR", help="the folder of the run, or one above")
@@ -83,30 +81,25 @@ def print_comparison(a: TypicalStep, b: TypicalStep) -> int:
         ratio = f"{after_s / before_s:.2f}" if before_s > 0 else "-"
         print(f"{name:<24}{1e3 * before_s:>10.2f}{1e3 * after_s:>10.2f}{ratio:>8}")
     # As for a straggler (Note: typical step).
-    noise_s = max(_DIFFERENT * a.step_s, 3 * max(rank.step_error_s for rank in (*a.ranks, *b.ranks)))
+    noise_s = max(0.03 * a.step_s, 3 * max(rank.step_error_s for rank in (*a.ranks, *b.ranks)))
     by_s = b.step_s - a.step_s
     effect = "takes as long" if abs(by_s) <= noise_s else "is slower" if by_s > 0 else "is faster"
     print(f"B {effect}: {by_s / a.step_s:+.1%}, noise {noise_s / a.step_s:.1%}.")
     return int(by_s > noise_s)
 
 
-_SMALLEST_MB = 0.25
-_PER_DOUBLING = 2
-# In this order: a script uses those before it.
-_SCRIPTS = ("elements.js", "head.js", "timeline.js", "plan.js", "plots.js", "page.js")
-
 Json = dict[str, Any]
 
 
 def make_page(record: RecordedRun) -> str:
+    assets = files("lightning_bucketddp.commands.report").joinpath("assets")
+    # A script uses those before it.
+    names = ("page.html", "page.css", "elements.js", "head.js", "timeline.js", "plan.js", "plots.js", "page.js")
+    page, style, *scripts = (assets.joinpath(name).read_text(encoding="utf-8") for name in names)
     # Names come from users' code: none may end the script element that holds them.
     content = json.dumps(page_content(record), separators=(",", ":")).replace("<", "\\u003c")
-    return (
-        _asset("page.html")
-        .replace("/* page.css */", _asset("page.css"))
-        .replace("/* scripts */", "\n".join(map(_asset, _SCRIPTS)))
-        .replace("/* content */", content)
-    )
+    page = page.replace("/* page.css */", style).replace("/* scripts */", "\n".join(scripts))
+    return page.replace("/* content */", content)
 
 
 @dataclass(frozen=True)
@@ -117,15 +110,11 @@ class InlinePage:
     height: int
 
     def _repr_html_(self) -> str:
-        # In a frame without an origin: neither its scripts nor its styles reach the notebook. No server, no other file.
+        # In a frame without an origin: neither its scripts nor its styles reach the notebook.
         return (
             f'<iframe srcdoc="{escape(self.html)}" sandbox="allow-scripts" title="bucketddp report"'
             f' style="width: 100%; height: {self.height}px; border: 0"></iframe>'
         )
-
-
-def _asset(name: str) -> str:
-    return files("lightning_bucketddp.commands.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def typical_step_of(record: RecordedRun) -> TypicalStep:
@@ -158,7 +147,7 @@ def page_content(record: RecordedRun) -> Json:
         "steps": [_step(record, number) for number in shown_steps(record)],
         "plans": {str(version): [asdict(b) for b in plan.buckets] for version, plan in first.plans.items()},
         "history": _history(record),
-        "sizes": _sizes(typical),
+        "sizes": predict_sizes(typical.profile(), typical.plan),
         "noSizes": _why_no_sizes(run.options),
         "tuning": first.tuning,
     }
@@ -229,31 +218,24 @@ def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 3)
 
 
-def _sizes(typical: TypicalStep) -> Json | None:
-    plan, profile = typical.plan, typical.profile()
-    if plan is None or profile is None or profile.cost is None or not profile.dense_bytes:
-        return None
-    return predict_sizes(profile, plan)
-
-
-def predict_sizes(profile: Profile, current: RecordedPlan) -> Json:
+def predict_sizes(profile: Profile | None, current: RecordedPlan | None) -> Json | None:
     """Simulate the recorded backward with a grid of bucket sizes, with the plan in use, and with the best plan.
 
-    The plan in use is left out if it has other parameters; `profile` must have a cost.
+    The plan in use is left out if it has other parameters. None if the cost of a reduction is not known.
     """
-    cost = profile.cost
-    assert cost is not None
+    if current is None or profile is None or profile.cost is None or not profile.dense_bytes:
+        return None
+    cost, specs = profile.cost, profile.specs
 
     def point(step: Timeline, cap_mb: float | None = None) -> Json:
-        if cap_mb is None:  # that of the largest bucket of several parameters
+        if cap_mb is None:  # the size of the largest bucket of several parameters
             shared = [bucket for bucket in step.plan if len(bucket.members) > 1] or step.plan
-            cap_mb = max(sum(profile.specs[i].num_bytes for i in bucket.members) for bucket in shared) / MIB
+            cap_mb = max(sum(specs[i].num_bytes for i in bucket.members) for bucket in shared) / MIB
         return {"cap": cap_mb, "buckets": len(step.plan), "exposed": _ms(step.exposed_s)}
 
-    # From the smallest size that makes sense to one bucket for all.
-    largest_mb = max(profile.dense_bytes / MIB, 2 * _SMALLEST_MB)
-    num_steps = math.ceil(_PER_DOUBLING * math.log2(largest_mb / _SMALLEST_MB))
-    caps_mb = [_SMALLEST_MB * 2 ** (i / _PER_DOUBLING) for i in range(num_steps + 1)]
+    # From 0.25 MiB to one bucket for all, two for each doubling.
+    num_steps = math.ceil(2 * math.log2(max(profile.dense_bytes / MIB, 0.5) / 0.25))
+    caps_mb = [0.25 * 2 ** (i / 2) for i in range(num_steps + 1)]
     used = plan_in(profile, current)
     return {
         "byCap": [point(predict(profile, ReducerConfig(bucket_cap_mb=mb), cost), mb) for mb in caps_mb],
@@ -262,10 +244,7 @@ def predict_sizes(profile: Profile, current: RecordedPlan) -> Json:
     }
 
 
-_COMPUTE, _COMMUNICATION = 1, 2
-_NUM_NAMED = 3
-
-Event = dict[str, Any]
+_COMPUTE, _COMMUNICATION = 1, 2  # the lanes of a rank
 
 
 def make_trace(record: RecordedRun) -> str:
@@ -275,7 +254,7 @@ def make_trace(record: RecordedRun) -> str:
     """
     steps = [align(record, number) for number in shown_steps(record) if number in record.first.steps]
     zero_s = min((step.start_s for by_rank in steps for step in by_rank.values()), default=0.0)
-    events: list[Event] = []
+    events: list[Json] = []
     for rank, ours in record.ranks.items():
         process = {"ph": "M", "pid": rank}
         events.append({**process, "name": "process_name", "args": {"name": f"rank {rank} ({ours.run.host})"}})
@@ -289,11 +268,11 @@ def make_trace(record: RecordedRun) -> str:
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
-def _step_events(record: RecordedRun, rank: int, step: Step, zero_s: float) -> Iterator[Event]:
+def _step_events(record: RecordedRun, rank: int, step: Step, zero_s: float) -> Iterator[Json]:
     def us(seconds: float) -> float:
         return round(1e6 * seconds, 3)
 
-    def bar(span: Span, lane: int, kind: str, about: Event) -> Event:
+    def bar(span: Span, lane: int, kind: str, about: Json) -> Json:
         event = {"name": span.name, "ph": "X", "ts": us(span.start_s - zero_s), "dur": us(span.seconds)}
         return {**event, "pid": rank, "tid": lane, "cat": kind, "args": about}
 
@@ -304,9 +283,9 @@ def _step_events(record: RecordedRun, rank: int, step: Step, zero_s: float) -> I
     plan = record.first.plans.get(step.plan)
     buckets = plan.buckets if plan is not None else []
     for index, (times, reduction) in enumerate(zip(step.buckets, step.reductions(), strict=True)):
-        known: Event = {"step": step.step}
+        known: Json = {"step": step.step}
         if index < len(buckets):
-            names = list_some(buckets[index].parameters, limit=_NUM_NAMED)
+            names = list_some(buckets[index].parameters, limit=3)
             known |= {"bytes": buckets[index].num_bytes, "parameters": names}
         known["ready to launch (ms)"] = _ms(times.launched_s - times.ready_s)
         known["launch to start (ms)"] = _ms(reduction.start_s - times.launched_s)
