@@ -44,7 +44,7 @@ class HoldsPort:
     _listener: socket.socket | None = None
 
     def take_listener(self) -> socket.socket | None:
-        """Return the socket that is open at the main port, if there is one. It is the caller's to close."""
+        """Return the socket that was opened at the main port, or None. The caller closes it."""
         listener, self._listener = self._listener, None
         return listener
 
