@@ -71,7 +71,6 @@ def bind_trainer(root: str, *, fabric: str, module: str) -> dict[str, type]:
         # What a Trainer raises when SIGTERM stops it, and when tuning is over.
         sigterm_exception=exceptions.SIGTERMException,
         normal_ends=(known(exceptions, "_TunerExitException"),),
-        follow_root=follow_root,
         interrupt=interrupt,
     )
     strategy = _made("BucketDDPStrategy", module, TrainerStrategy, strategies.ParallelStrategy, root=of_root)
@@ -115,6 +114,7 @@ def _names_of_root(classes: dict[str, Any], fabric: str, **others: Any) -> Simpl
         checkpoint_io=classes["BucketDDPCheckpointIO"],
         script_launcher=classes["_ScriptLauncher"],
         process_launcher=classes["_ProcessLauncher"],
+        follow_root=follow_root,
         lightning_environment=import_module(f"{fabric}.plugins.environments.lightning").LightningEnvironment,
         init_dist_connection=known(import_module(f"{fabric}.utilities.distributed"), "_init_dist_connection"),
         **others,

@@ -23,6 +23,7 @@ from lightning_bucketddp.comm.connections import SETTINGS, gloo_interface, more_
 from lightning_bucketddp.comm.process_group import surviving_nccl, tried_nccl
 from lightning_bucketddp.config import NAME_OF_DTYPE, ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.faults.signals import StopSignals
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.reducer import quantization, reduction
 from lightning_bucketddp.reducer.reducer import Reducer
@@ -202,6 +203,25 @@ class StrategyBase:
         if line != self._start_line:
             self._start_line = line
             rank_zero_info(line)
+
+    @property
+    def accelerator(self) -> Any:
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        # A Trainer or Fabric sets this first. The class of the accelerator shows which root of Lightning it is from.
+        self.root.follow_root(self, accelerator)
+        self._accelerator = accelerator
+
+    @property
+    def signals(self) -> StopSignals | None:
+        return None if self._fault_handler is None else self._fault_handler.signals
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return this JSON value of every rank, by rank."""
+        assert self._collectives is not None  # a run has begun
+        return self._collectives.gather_json(value)
 
     @property
     def global_rank(self) -> int:

@@ -55,7 +55,7 @@ def train_with(part: RunPart, path: Path) -> list[str]:
     with patch.object(TrainerStrategy, "_parts", property(lambda strategy: [*parts.fget(strategy), part])):
         trainer = make_trainer(BucketDDPStrategy(), max_epochs=1)
         said: list[str] = []
-        with patch("lightning_bucketddp.strategies.trainer_step.rank_zero_info", said.append):
+        with patch("lightning_bucketddp.strategies.trainer.rank_zero_info", said.append):
             trainer.fit(Model())
         trainer.save_checkpoint(path)
         trainer.test(trainer.lightning_module, verbose=False)
