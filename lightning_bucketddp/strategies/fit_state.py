@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +34,7 @@ from lightning_bucketddp.strategies.parts import (
     ScheduledComparison,
     UnfinishedBatch,
 )
-from lightning_bucketddp.trainer_internals import Undo, batch_progress, layer_sync_of, set_up_training_data_within
+from lightning_bucketddp.trainer_internals import Undo, batch_progress, layer_sync_of, replace_method
 from lightning_bucketddp.wording import pluralize
 
 if TYPE_CHECKING:
@@ -139,20 +137,21 @@ class LoaderPreparation:
     def watch(self, trainer: Trainer) -> None:
         """Know from now on which dataloaders are for training."""
         self.close()
-        self._undo = set_up_training_data_within(trainer, self._training_data)
+        set_up = trainer.fit_loop.setup_data
+
+        def set_up_training_data() -> None:
+            self._is_training = self._is_first = True
+            try:
+                set_up()
+            finally:
+                self._is_training = False
+
+        self._undo = replace_method(trainer.fit_loop, "setup_data", set_up_training_data)
 
     def close(self) -> None:
         if self._undo is not None:
             self._undo()
         self._undo = None
-
-    @contextmanager
-    def _training_data(self) -> Iterator[None]:
-        self._is_training = self._is_first = True
-        try:
-            yield
-        finally:
-            self._is_training = False
 
     def prepare(self, loader: object, parts: list[RunPart]) -> object:
         """Return `loader`, prepared by all `parts`."""

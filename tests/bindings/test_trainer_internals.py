@@ -7,7 +7,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_bucketddp import trainer_internals as internals
+from lightning_bucketddp.part import RunPart
+from lightning_bucketddp.strategies.fit_state import LoaderPreparation
 
 TRAINING, OTHER = list(torch.ones(4, 2)), list(torch.zeros(4, 2))
 
@@ -127,29 +129,15 @@ def test_a_lightning_that_has_changed_is_named_with_what_is_missing(root: Any, m
         internals.replace_method(trainer, "gone", lambda: None)
 
 
-class Told:
-    """Which dataloaders reach a strategy while training data is set up, and which at other times."""
+class NotesData(RunPart):
+    """Notes the data of dataloaders, by whether it is for training."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.during: list[Any] = []
-        self.otherwise: list[Any] = []
-        self._is_during = False
-        process = trainer.strategy.process_dataloader
+    def __init__(self) -> None:
+        self.data: dict[bool, list[Any]] = {True: [], False: []}
 
-        def note(loader: Any) -> Any:
-            (self.during if self._is_during else self.otherwise).append(loader.dataset)
-            return process(loader)
-
-        internals.replace_method(trainer.strategy, "process_dataloader", note)
-        self.undo = internals.set_up_training_data_within(trainer, self._context)
-
-    @contextmanager
-    def _context(self) -> Any:
-        self._is_during = True
-        try:
-            yield
-        finally:
-            self._is_during = False
+    def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
+        self.data[is_training].append(loader.dataset)
+        return loader
 
 
 @pytest.mark.parametrize(
@@ -161,18 +149,20 @@ class Told:
     ],
     ids=["reloaded", "batch_size", "learning_rate"],
 )
-def test_training_data_is_told_from_other_data(
+def test_training_data_is_distinguished_from_other_data(
     root: Any, searches: dict[str, Any], options: dict[str, Any], tmp_path: Path, without_monitor_of_bars: None
 ) -> None:
     callbacks = [getattr(root.callbacks, name)(**arguments) for name, arguments in searches.items()]
     trainer = trainer_with(root, callbacks=callbacks, max_epochs=2, default_root_dir=tmp_path, **options)
-    told = Told(trainer)
+    loaders, part = LoaderPreparation(), NotesData()
+    loaders.watch(trainer)
+    internals.replace_method(trainer.strategy, "process_dataloader", lambda loader: loaders.prepare(loader, [part]))
     trainer.fit(model_of(root))
-    assert len(told.during) >= (1 if "LearningRateFinder" in searches else 2)
-    assert all(data is TRAINING for data in told.during)
-    assert told.otherwise
-    assert all(data is OTHER for data in told.otherwise)
-    told.undo()
+    assert len(part.data[True]) >= (1 if "LearningRateFinder" in searches else 2)
+    assert all(data is TRAINING for data in part.data[True])
+    assert part.data[False]
+    assert all(data is OTHER for data in part.data[False])
+    loaders.close()
     assert "setup_data" not in vars(trainer.fit_loop)
 
 
