@@ -88,10 +88,6 @@ class LocalRounds(RunPart):
         """Whether an outer step has begun and not ended."""
         return self._outer is not None and self._outer.is_partial
 
-    def take_alert(self) -> bool:
-        is_alerted, self.exchange.is_alerted = self.exchange.is_alerted, False
-        return is_alerted
-
     def set_replicas(self, replicas: Replicas, stats: ReducerStats) -> None:
         """Train these `replicas` from now on. All ranks must call this."""
         stats.outer_steps = self._stats.outer_steps

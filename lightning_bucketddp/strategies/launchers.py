@@ -291,6 +291,7 @@ class Children:
     has_failed: bool = False  # this process has raised an error itself, which explains more
 
     def replace_ended(self, processes: Sequence[Any]) -> None:
+        """Start a new process for each rank whose process is one of `processes`, and has ended."""
         for index, process in enumerate(self.processes):
             if process in processes and process.poll() is not None:
                 environment = {**self.environment, "LOCAL_RANK": str(index + 1)}
@@ -319,7 +320,6 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
         return () if self._children is None else self._children.processes
 
     def replace_ended(self, processes: Sequence[Any]) -> None:
-        """Start another process for each rank of this host whose process was one of `processes`, and is gone."""
         if self._children is not None:
             self._children.replace_ended(processes)
 

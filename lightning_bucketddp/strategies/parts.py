@@ -177,17 +177,7 @@ class BatchWeighting(RunPart):
     @property
     def nobody_trained(self) -> bool:
         """Whether no rank that this one steps with had data for this step, which is withheld then."""
-        return self._withholds_empty_steps and self._nobody_contributed
-
-    @property
-    def _nobody_contributed(self) -> bool:
-        return self.weighting is not None and self.weighting.nobody_contributed
-
-    def take_alert(self) -> bool:
-        if self.exchange is None:
-            return False
-        is_alerted, self.exchange.is_alerted = self.exchange.is_alerted, False
-        return is_alerted
+        return self._withholds_empty_steps and self.weighting is not None and self.weighting.nobody_contributed
 
     def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
         if self.uneven_data is None or not is_training:
@@ -251,8 +241,9 @@ class BatchWeighting(RunPart):
 
     def agree(self, loss: Any) -> Any:
         """Return None, by which Lightning knows that no backward took place, on all ranks or on none."""
-        is_without = loss is None and self.weighting is not None and not self._nobody_contributed
-        return torch.zeros((), device=self.collectives.device) if is_without else loss
+        if loss is None and self.weighting is not None and not self.weighting.nobody_contributed:
+            return torch.zeros((), device=self.collectives.device)
+        return loss
 
     def _relative_weight(self) -> float:
         """Return the weight relative to a typical one, so that a weighted loss stays in the range of its dtype."""

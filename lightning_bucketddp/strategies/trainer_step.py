@@ -76,9 +76,12 @@ class StepRecording:
 
 def begin_batch(strategy: TrainerStrategy, batch_idx: int) -> None:
     """Begin a training batch."""
-    # The last step has notified all ranks, or none. A single rank exchanges no messages.
-    alerts = [part.take_alert() for part in strategy._parts]
-    if any(alerts) or (strategy.world_size == 1 and strategy._writer.has_failed):
+    # All ranks have received an alert in the last step, or none. A single rank may exchange no messages.
+    has_alert, local_steps = strategy.world_size == 1 and strategy._writer.has_failed, strategy._state.local_steps
+    for exchange in (strategy._state.exchange, None if local_steps is None else local_steps.exchange):
+        if exchange is not None and exchange.is_alerted:
+            exchange.is_alerted, has_alert = False, True
+    if has_alert:
         strategy._checkpoints.raise_failure()
     if strategy.restarts is not None:
         strategy.restarts.admit_returned()

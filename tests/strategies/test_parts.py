@@ -88,7 +88,7 @@ def test_every_hook_is_called_in_the_order_of_the_class(tmp_path: Path) -> None:
     rank_zero, rank_one = run_on_ranks(hooks_called, path=tmp_path / "saved.ckpt")
     assert rank_zero == rank_one
     assert set(rank_zero) == set(HOOKS)
-    of_a_batch = ["inspect_batch", "take_alert", "begin_batch", "before_forward", "weigh", "complete_step"]
+    of_a_batch = ["inspect_batch", "begin_batch", "before_forward", "weigh", "complete_step"]
     begin = rank_zero.index("inspect_batch")
     assert rank_zero[begin : begin + len(of_a_batch)] == of_a_batch
 
