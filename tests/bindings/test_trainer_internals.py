@@ -1,4 +1,4 @@
-"""Everything private of Lightning's, called in fits of two batches: a Lightning that has changed breaks here."""
+"""Each function with a private name of Lightning is called in fits of two batches: a changed Lightning fails here."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def root(request: pytest.FixtureRequest) -> Any:
     return import_module(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def without_monitor_of_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a search show its progress without a thread, which would stay."""
+    """Show the progress of a search without a thread, which would stay."""
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
 
 
@@ -43,7 +43,7 @@ def loader_of(samples: list[torch.Tensor], batch_size: int = 2) -> Any:
 
 
 def model_of(root: Any, **members: Any) -> Any:
-    """Return a module with data for two batches of everything; `members` are put in the place of its own."""
+    """Return a module with two batches of everything; `members` replace its own."""
 
     class Model(root.LightningModule):
         def __init__(self) -> None:
@@ -84,7 +84,7 @@ def trainer_with(root: Any, *, callbacks: Any = (), **options: Any) -> Any:
 
 
 def calling(root: Any, **hooks: Callable[[Any], None]) -> Any:
-    """Return a callback that calls these with the Trainer."""
+    """Return a callback whose `hooks` are called with the Trainer."""
     members = {name: lambda self, trainer, *_, hook=hook, **__: hook(trainer) for name, hook in hooks.items()}
     return type("Calling", (root.Callback,), members)()
 
@@ -103,7 +103,7 @@ def test_every_function_is_called_here() -> None:
     }
     nodes = ast.walk(ast.parse(Path(__file__).read_text()))
     called = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "internals"}
-    # What `saved_progress` returns, and what `replace_closures` gives.
+    # Made by `saved_progress` and `replace_closures`.
     returned = {"SavedProgress", "ClosureParts"}
     assert public - called == returned
 
@@ -150,7 +150,7 @@ class NotesData(RunPart):
     ids=["reloaded", "batch_size", "learning_rate"],
 )
 def test_training_data_is_distinguished_from_other_data(
-    root: Any, searches: dict[str, Any], options: dict[str, Any], tmp_path: Path, without_monitor_of_bars: None
+    root: Any, searches: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     callbacks = [getattr(root.callbacks, name)(**arguments) for name, arguments in searches.items()]
     trainer = trainer_with(root, callbacks=callbacks, max_epochs=2, default_root_dir=tmp_path, **options)
@@ -430,7 +430,7 @@ def test_a_fit_begins_with_another_checkpoint(root: Any, tmp_path: Path) -> None
     assert first_steps == [2, 4, 0]
 
 
-def test_callbacks_that_search(root: Any, tmp_path: Path, without_monitor_of_bars: None) -> None:
+def test_callbacks_that_search(root: Any, tmp_path: Path) -> None:
     found: list[bool | None] = []
 
     def look(trainer: Any) -> None:
