@@ -194,7 +194,7 @@ class FaultHandler:
 
 
 def partial_step(path: object, *, newest: object = None) -> str:
-    """Return why there is no checkpoint at `path` (Note: partial step), and which is the `newest`, if it is known."""
+    """Return why there is no checkpoint at `path` (Note: partial step); `newest` is the last one, if it is known."""
     return (
         f"checkpoint `{path}` is not saved, because a rank was lost while gradients or weights were being"
         f" exchanged, and the weights on this rank may be wrong. Resume from {_before(newest)}."

@@ -233,6 +233,9 @@ def _prepare_fit(strategy: TrainerStrategy, trainer: Trainer, collectives: Colle
         _begin_local_steps(strategy, trainer, state.islands)
     weighting, steps_with = state.weighting, collectives if state.islands is None else state.islands.own
     assert weighting is not None
+    of_all_ranks = state.exchange if state.local_steps is None else state.local_steps.exchange
+    if strategy.signals is not None and of_all_ranks is not None:
+        strategy.signals.travel_with(of_all_ranks)
     if options.cuda_graphs:
         make_graph = new_graph(strategy.root_device)
         state.graphs = CapturedSteps(trainer, strategy, steps_with, tell=rank_zero_info, make_graph=make_graph)
@@ -261,8 +264,6 @@ def _begin_common_steps(strategy: TrainerStrategy, trainer: Trainer, collectives
         weight_of=strategy.root.batch_size_of if weight == "batch_size" else weight,
         extends_uneven_data=strategy.options.uneven_data,
     )
-    if strategy.signals is not None and state.exchange is not None:
-        strategy.signals.travel_with(state.exchange)
 
 
 def _begin_local_steps(strategy: TrainerStrategy, trainer: Trainer, islands: Islands) -> None:
@@ -292,8 +293,6 @@ def _begin_local_steps(strategy: TrainerStrategy, trainer: Trainer, islands: Isl
         has_trained=lambda: not weighting.nobody_trained,
     )
     state.local_steps.install(strategy.root.callback)
-    if strategy.signals is not None:
-        strategy.signals.travel_with(exchange)
 
 
 def set_up_model(strategy: TrainerStrategy, model: nn.Module) -> None:

@@ -74,34 +74,31 @@ class Restarts:
     def __init__(self, strategy: TrainerStrategy) -> None:
         self._strategy = strategy
         self._option = strategy.options.max_restarts
-        self._excepthook: Any = None
-        self._has_trained = False
         self.count = 0
-        self._at_start: ModuleAtStart | None = None
-        self._last: tuple[object, ...] = ()  # the last failure and where it was
-        self._furthest = 0  # the most steps of an attempt
-        self._num_in_vain = 0  # attempts in a row that did not come further
+        self._has_trained = False
         self._pause_s = 0.0  # of rank 0, for which the others wait at the rendezvous
 
     def run(self, attempt: Callable[[], Any]) -> Any:
         """Return the result of `attempt`: a fit, which begins again if it fails, or another function of a Trainer."""
-        strategy = self._strategy
-        module = strategy.lightning_module
+        module = self._strategy.lightning_module
         if module is None:
             return attempt()
-        self._excepthook = sys.excepthook
-        self._has_trained, self.count, self._last, self._furthest, self._num_in_vain = False, 0, (), 0, 0
-        self._at_start = ModuleAtStart(module)
-        try:
-            while True:
-                try:
-                    return attempt()
-                except Exception as error:
-                    if not self._follows(error):
-                        raise
-                self._begin()  # outside of `except`, so that the error does not keep its frames
-        finally:
-            self._at_start = None
+        at_start, excepthook = ModuleAtStart(module), sys.excepthook
+        self.count, self._has_trained = 0, False
+        self._last: tuple[object, ...] = ()  # the last failure and where it was
+        self._furthest = 0  # the most steps of an attempt
+        self._num_in_vain = 0  # attempts in a row that did not come further
+        while True:
+            try:
+                return attempt()
+            except Exception as error:
+                if not self._follows(error):
+                    raise
+            # Outside of `except`, so that the error does not keep its frames.
+            self._clean_up(at_start, excepthook)
+            self._strategy.has_partial_step = True  # until the checkpoint is loaded
+            self._strategy._checkpoints.auto_resume.begin_restart()
+            begin_fit(self._strategy.trainer)
 
     def rendezvous(self, address: StoreAddress) -> Rendezvous:
         """Return the rendezvous of a restart."""
@@ -212,22 +209,17 @@ class Restarts:
         self._strategy._checkpoints.auto_resume.note_restart(failure, trainer)
         return None
 
-    def _begin(self) -> None:
+    def _clean_up(self, at_start: ModuleAtStart, excepthook: Any) -> None:
         """Clean up after the failed attempt in this process."""
-        strategy = self._strategy
-        assert self._at_start is not None
         # Where all ranks have raised, none has left the process group.
         if torch.distributed.is_initialized():
             abort_device_groups()
             leave_process_group()
         # Otherwise each process group adds another prefix, "[rank0]: ", to the lines of an exception.
         if sys.excepthook.__module__ == torch.distributed.distributed_c10d.__name__:
-            sys.excepthook = self._excepthook
+            sys.excepthook = excepthook
         time.sleep(self._pause_s)
-        self._at_start.restore()
-        strategy.has_partial_step = True  # until the checkpoint is loaded
-        strategy._checkpoints.auto_resume.begin_restart()
+        at_start.restore()
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
-        begin_fit(strategy.trainer)
