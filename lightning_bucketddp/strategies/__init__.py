@@ -1,1 +1,1 @@
-"""What Lightning calls: the strategies for the Trainer and for Fabric."""
+"""The strategies for the Trainer and for Fabric, which Lightning calls."""

@@ -1,4 +1,4 @@
-"""What the strategies for the Trainer and for Fabric have in common: options, the start of a run, and its end."""
+"""The base of the strategies for the Trainer and for Fabric: options, the start of a run, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of the Trainer has on this rank, and how that is made from the options."""
+"""The state of a run of the Trainer on this rank, and how it is made from the options."""
 
 from __future__ import annotations
 

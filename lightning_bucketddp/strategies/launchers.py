@@ -74,11 +74,9 @@ def launching(*restored: str) -> Iterator[None]:
         with variables_by_default({"TORCH_CPP_LOG_LEVEL": "ERROR"}):
             yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in before:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 log = logging.getLogger(__name__)
@@ -300,7 +298,7 @@ class Children:
                 log.warning("bucketddp: process %d takes the place of rank %d.", self.processes[index].pid, rank)
 
     def wait_at_exit(self) -> None:
-        """Wait until all have ended; ranks that wait for this process are told by the end of its connections."""
+        """Cut all connections, so that no rank waits for this process, and wait until all children have ended."""
         cut_all_connections(but=self.connections_before)
         for rank, process in enumerate(self.processes, start=self.first_rank + 1):
             if process.wait() != 0 and (self.strategy.members is None or rank in self.strategy.members):

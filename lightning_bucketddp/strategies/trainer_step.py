@@ -1,4 +1,4 @@
-"""What happens in a training step: batch, backward and optimizer, in this order; and how a step is recorded."""
+"""The training step: batch, forward, backward and optimizer, in this order; and how a step is recorded."""
 
 from __future__ import annotations
 
