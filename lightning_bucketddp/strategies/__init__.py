@@ -1,1 +1,1 @@
-"""The strategies for the Trainer and for Fabric, which Lightning calls."""
+"""What Lightning calls: the strategies for the Trainer and for Fabric."""
