@@ -35,16 +35,13 @@ def known(owner: Any, name: str) -> Any:
     try:
         return getattr(owner, name)
     except AttributeError as error:
-        if isinstance(owner, ModuleType):
-            what, modules = owner.__name__, [owner.__name__]
-        else:
-            cls = owner if isinstance(owner, type) else type(owner)
-            what, modules = cls.__name__, [base.__module__ for base in cls.__mro__]
+        what = owner if isinstance(owner, type | ModuleType) else type(owner)
         # A class may be one of the user's.
+        modules = [what.__name__] if isinstance(what, ModuleType) else [base.__module__ for base in what.__mro__]
         root = next((root for module in modules if (root := module.partition(".")[0]) in _ROOTS), "lightning")
         ours, version = (getattr(sys.modules.get(it), "__version__", "") for it in ("lightning_bucketddp", root))
         raise RuntimeError(
-            f"lightning-bucketddp {ours} does not know {root} {version}: `{what}` has no `{name}`. Upgrade"
+            f"lightning-bucketddp {ours} does not know {root} {version}: `{what.__name__}` has no `{name}`. Upgrade"
             f" lightning-bucketddp, or install `{root}<{_FIRST_UNKNOWN}`."
         ) from error
 

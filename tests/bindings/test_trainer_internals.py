@@ -185,24 +185,24 @@ def test_samplers_are_prepared_by_stage(root: Any) -> None:
 def test_dataloaders_of_a_loop(root: Any) -> None:
     seen = []
 
-    def look(trainer: Any) -> None:
+    def observe(trainer: Any) -> None:
         combined = internals.combined_loader(trainer.fit_loop)
         seen.append((len(combined.flattened), combined.limits, internals.mode_of(combined), combined._dataset_length()))
         internals.set_num_samples(combined, lambda: 3 - len(seen))
         seen.append(combined._dataset_length())
 
-    fit(root, look)
+    fit(root, observe)
     assert seen == [(1, [2], "max_size_cycle", 4), 2, (1, [2], "max_size_cycle", 2), 2]
 
 
 def test_samplers_inside_of_lightnings(root: Any) -> None:
     kinds = []
 
-    def look(trainer: Any) -> None:
+    def observe(trainer: Any) -> None:
         (loader,) = internals.combined_loader(trainer.predict_loop).flattened
         kinds.append((type(loader.batch_sampler), type(internals.batch_sampler_within(loader.batch_sampler))))
 
-    trainer_with(root, callbacks=[calling(root, on_predict_start=look)]).predict(model_of(root))
+    trainer_with(root, callbacks=[calling(root, on_predict_start=observe)]).predict(model_of(root))
     ((outer, inner),) = kinds
     assert outer is not BatchSampler
     assert inner is BatchSampler
@@ -218,7 +218,7 @@ def test_samplers_inside_of_lightnings(root: Any) -> None:
 def test_counts_of_a_fit_and_of_its_checkpoint_and_that_a_resumed_one_has_begun(root: Any, tmp_path: Path) -> None:
     counts, marks = [], []
 
-    def look(trainer: Any) -> None:
+    def observe(trainer: Any) -> None:
         progress = internals.batch_progress(trainer), internals.epoch_progress(trainer)
         counts.append((progress[0].current.ready, progress[1].current.started))
         trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
@@ -228,7 +228,7 @@ def test_counts_of_a_fit_and_of_its_checkpoint_and_that_a_resumed_one_has_begun(
         internals.mark_as_begun(trainer)
         marks.append((before, trainer.fit_loop.restarting))
 
-    fit(root, look)
+    fit(root, observe)
     assert counts == [(1, 1), (2, 1)]
     saved = internals.saved_progress(torch.load(tmp_path / "2.ckpt", weights_only=False))
     assert saved is not None
@@ -250,12 +250,12 @@ def test_what_was_logged(root: Any) -> None:
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
             logged.append(metrics)
 
-    def look(trainer: Any) -> None:
+    def observe(trainer: Any) -> None:
         steps.append(internals.is_log_step(trainer))
         results.update(internals.logged_results(trainer))
         internals.log_at_once(trainer, {"ours": 1.0})
 
-    trainer = fit(root, look, logger=Logger())
+    trainer = fit(root, observe, logger=Logger())
     assert sorted(steps) == [False, True]
     assert results == {"training_step.loss"}
     assert [entry["ours"] for entry in logged if "ours" in entry] == [1.0, 1.0]
@@ -359,10 +359,10 @@ def test_averages_that_callbacks_keep(root: Any) -> None:
         pytest.skip("Lightning before 2.6 has none")
     found = []
 
-    def look(trainer: Any) -> None:
+    def observe(trainer: Any) -> None:
         found.extend(internals.averaged_models(trainer.callbacks))
 
-    callbacks = [root.callbacks.WeightAveraging(), calling(root, on_train_end=look)]
+    callbacks = [root.callbacks.WeightAveraging(), calling(root, on_train_end=observe)]
     trainer_with(root, callbacks=callbacks).fit(model_of(root))
     assert [type(model) for model in found] == [AveragedModel]
 
@@ -433,10 +433,10 @@ def test_a_fit_begins_with_another_checkpoint(root: Any, tmp_path: Path) -> None
 def test_callbacks_that_search(root: Any, tmp_path: Path) -> None:
     found: list[bool | None] = []
 
-    def look(trainer: Any) -> None:
+    def observe(trainer: Any) -> None:
         found.extend(internals.ends_by_search(callback) for callback in trainer.callbacks)
 
-    callback = calling(root, setup=look)
+    callback = calling(root, setup=observe)
     trainer = trainer_with(root, callbacks=[callback], default_root_dir=tmp_path)
     tuner = import_module(f"{root.__name__}.tuner").Tuner(trainer)
     tuner.lr_find(model_of(root), num_training=2)
@@ -526,17 +526,17 @@ def test_what_replaces_a_method_is_taken_away_again_or_what_was_there_before() -
 
 
 def test_a_fit_that_has_failed_can_begin_again_from_nothing(root: Any, tmp_path: Path) -> None:
-    told: list[BaseException] = []
+    reported: list[BaseException] = []
     failure = ValueError("once")
 
     def fail_once(trainer: Any) -> None:
-        if not told and trainer.global_step == 1:
+        if not reported and trainer.global_step == 1:
             raise failure
 
-    tells = calling(root, on_train_batch_start=fail_once)
-    type(tells).on_exception = lambda self, trainer, module, error: told.append(error)
+    reports = calling(root, on_train_batch_start=fail_once)
+    type(reports).on_exception = lambda self, trainer, module, error: reported.append(error)
     saver = root.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    trainer = trainer_with(root, callbacks=[saver, tells], enable_checkpointing=True)
+    trainer = trainer_with(root, callbacks=[saver, reports], enable_checkpointing=True)
     module = model_of(root)
     interrupt = import_module(f"{root.__name__}.trainer.call")._interrupt
 
@@ -548,7 +548,7 @@ def test_a_fit_that_has_failed_can_begin_again_from_nothing(root: Any, tmp_path:
                 function(*args, **kwargs)
             except ValueError as error:
                 internals.end_failed_fit(trainer, error, interrupt=interrupt)
-            assert told == [failure]
+            assert reported == [failure]
             assert trainer.global_step == 1
             assert saver._last_global_step_saved == 1
             internals.begin_fit(trainer)
