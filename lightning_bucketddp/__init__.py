@@ -60,7 +60,7 @@ __all__ = [
     "__version__",
 ]
 
-# Imported when they are asked for: `import lightning_bucketddp` imports neither torch nor Lightning.
+# Imported on demand: `import lightning_bucketddp` imports neither torch nor Lightning.
 _NAMES_IN = {
     "checkpoint.checkpoint_io": ("CheckpointReadError", "CheckpointWriteError", "UnsafeCheckpointError"),
     "comm.step_exchange": ("OutOfStepError",),
@@ -91,7 +91,7 @@ def __dir__() -> list[str]:
 
 
 def _trainer_root() -> str:
-    """Return the root that the caller's Trainer comes from: one that is imported, else one that is installed."""
+    """Return the root of Lightning to bind to: one that is imported, otherwise one that is installed."""
     roots = ("lightning.pytorch", "pytorch_lightning")
     installed = [root for root in roots if find_spec(root.partition(".")[0]) is not None]
     imported = [root for root in installed if root in sys.modules]

@@ -1,4 +1,4 @@
-"""Settings that a user can choose. Frozen, validated once."""
+"""Settings of users, which are frozen, and validated once."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NONFINITE_RESPONSES = ("warn", "raise", "skip")
 
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 NAME_OF_DTYPE = {dtype: name for name, dtype in REDUCE_DTYPES.items()}
-# How many numbers share a scale where they travel as `int8`.
+# How many numbers share a scale in `int8`.
 BLOCK_NUMEL = 256
 
-# The value of `bucket_cap_mb` for sizes that are computed from measurements.
+# The value of `bucket_cap_mb` for sizes computed from measurements.
 AUTO: Literal["auto"] = "auto"
 
 _DEFAULT_CAP_MB = 25.0
@@ -30,10 +30,10 @@ _EDGE_BUCKET_MB = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class ReducerConfig:
-    """Settings of a `Reducer`: options of the strategy, which has their meaning."""
+    """Settings of a `Reducer`, which are options of the strategy."""
 
-    # A list gives the caps of the buckets one by one, in the order in which they leave; its last value holds for all
-    # further ones. None: 25 MiB. `auto`: 25 at first, then sizes computed from the first backwards.
+    # A list has the caps of the buckets one by one, in the order in which they leave; its last value repeats.
+    # None: 25 MiB. `auto`: 25 at first, then sizes computed from the first backwards.
     bucket_cap_mb: float | Sequence[float] | Literal["auto"] | None = AUTO
     overlap: bool = True
     reduce_dtype: str | None = None
@@ -63,12 +63,12 @@ class ReducerConfig:
 
     @property
     def trains_on(self) -> bool:
-        """Whether steps are taken also with what is not finite."""
+        """Whether steps are taken also with non-finite gradients."""
         return self.on_nonfinite in ("warn", None)
 
     @property
     def alignment(self) -> int:
-        """Return the multiple, in elements, at which each gradient begins in its bucket: no two in one block."""
+        """Return the multiple, in elements, at which gradients begin in a bucket, so that no two share a block."""
         return BLOCK_NUMEL if self.reduce_dtype == "int8" else 1
 
     @property
@@ -85,13 +85,13 @@ IslandsOption = Literal["host", "rank"] | int
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Train islands of ranks apart, and average their weights now and then (DiLoCo): for slow networks.
+    """Train islands of ranks apart, and average their weights now and then (DiLoCo), for slow networks.
 
     Args:
-        steps: How many steps of the optimizers each island takes without the others, before all ranks average what
-            these have changed in the weights.
+        steps: How many steps of the optimizers each island takes without the others, before all ranks average the
+            changes of the weights.
         islands: Which ranks still average their gradients in each step: those of a `host`, none (`rank`), or those of
-            each of so many islands of equal size, whose ranks follow each other.
+            each island, if this is a number of islands of equal size with consecutive ranks.
         outer_lr: Learning rate of the step that all islands take together.
         outer_momentum: Its Nesterov momentum.
     """
@@ -122,7 +122,7 @@ class ReplicaChecks:
     Args:
         every_n_steps: Synchronised backwards between two comparisons, beside the one before each checkpoint; None or 0:
             only then.
-        on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
+        on_divergence: What to do if they differ: `raise` on every rank, `heal` by the values of most ranks, or `log`.
     """
 
     every_n_steps: int | None = 100
@@ -146,9 +146,9 @@ class MaxRestarts:
     """How often a fit goes on after a failure, and with how few ranks.
 
     Args:
-        number: So often at most.
-        min_ranks: With how many ranks at least, where nobody brings the others back within `Timeouts(rejoin_s=...)`;
-            None: with all.
+        number: How often at most.
+        min_ranks: With how many ranks at least, if the others do not return within `Timeouts(rejoin_s=...)`; None: with
+            all of them.
     """
 
     number: int
@@ -167,7 +167,7 @@ class Timeouts:
 
     Args:
         start_s: At the start.
-        stall_warning_s: Until the log says which rank is behind, and what it does.
+        stall_warning_s: Until the rank that is behind, and what it does, is logged.
         stall_s: Until a rank that stands still, and for which others wait, ends the run; None: at `timeout`.
         rejoin_s: After a failure, for one that is started again (`max_restarts`).
     """
@@ -197,7 +197,7 @@ class BucketCaps:
 
 
 def check_seconds(name: str, seconds: Any, *, may_be_endless: bool = False) -> None:
-    """Raise if `seconds`, the value of the option `name`, is no time."""
+    """Raise if `seconds`, the value of the option `name`, is not a positive number."""
     if not _is_positive_number(seconds) and not (may_be_endless and seconds == math.inf):
         raise ValueError(f"`{name}` must be a positive number of seconds, got {seconds!r}.")
 

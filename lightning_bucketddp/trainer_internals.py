@@ -1,14 +1,14 @@
-"""Everything that is private to Lightning and that we need: no other file outside of `bindings` names any of it.
+"""Every private name of Lightning that we use: no other file outside of `bindings` has one.
 
 Functions take objects of the user's Trainer, because each root of Lightning has classes of its own. One that replaces a
-method does so on that object, and returns what undoes it. They raise where Lightning has changed.
+method does so on that object, and returns a function that undoes it. They raise where Lightning has changed.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,37 +20,34 @@ Undo = Callable[[], None]
 
 # Attributes of a LightningModule that change while it trains.
 SET_BY_LIGHTNING = {"_trainer", "_current_fx_name"}
-# What a `ModelCheckpoint` knows of its last save, and no checkpoint holds, before the first.
+# The state of a `ModelCheckpoint` before its first save, as far as no checkpoint holds it.
 _NOTHING_SAVED = {"_last_global_step_saved": 0, "_last_checkpoint_saved": ""}
-# The class of what `fabric.setup` returns.
+# The class of the modules that `fabric.setup` returns.
 WRAPPER_OF_FABRIC = "_FabricModule"
 
 _ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
-# The first version that nobody has tried.
+# The first version that is not tested.
 _FIRST_UNKNOWN = "2.7"
 
 
 def known(owner: Any, name: str) -> Any:
-    """Return what Lightning has under this name; raise a `RuntimeError` if it has nothing there any more."""
+    """Return the attribute of Lightning with this name; raise a `RuntimeError` if there is none any more."""
     try:
         return getattr(owner, name)
     except AttributeError as error:
-        if isinstance(owner, ModuleType):
-            what, modules = owner.__name__, [owner.__name__]
-        else:
-            cls = owner if isinstance(owner, type) else type(owner)
-            what, modules = cls.__name__, [base.__module__ for base in cls.__mro__]
-        # The user may have derived a class of his own.
+        what = owner if isinstance(owner, type | ModuleType) else type(owner)
+        # A class may be one of the user's.
+        modules = [what.__name__] if isinstance(what, ModuleType) else [base.__module__ for base in what.__mro__]
         root = next((root for module in modules if (root := module.partition(".")[0]) in _ROOTS), "lightning")
         ours, version = (getattr(sys.modules.get(it), "__version__", "") for it in ("lightning_bucketddp", root))
         raise RuntimeError(
-            f"lightning-bucketddp {ours} does not know {root} {version}: `{what}` has no `{name}`. Upgrade"
+            f"lightning-bucketddp {ours} does not know {root} {version}: `{what.__name__}` has no `{name}`. Upgrade"
             f" lightning-bucketddp, or install `{root}<{_FIRST_UNKNOWN}`."
         ) from error
 
 
 def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Undo:
-    """Put `method` in the place of a method of this object."""
+    """Replace a method of this object by `method`."""
     known(owner, name)
     own = vars(owner)
     before = own.get(name)
@@ -59,55 +56,45 @@ def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Undo:
 
 
 def _wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Undo:
-    """Have `wrapper(original, ...)` called in the place of a method of this object."""
+    """Replace a method of this object by `wrapper(original, ...)`."""
     return replace_method(owner, name, partial(wrapper, known(owner, name)))
 
 
 # Data.
 
 
-def set_up_training_data_within(trainer: Trainer, context: Callable[[], AbstractContextManager[None]]) -> Undo:
-    """Have dataloaders for training, and no others, reach the strategy inside of `context()`."""
-
-    def set_up_within(set_up: Callable[[], None]) -> None:
-        with context():
-            set_up()
-
-    return _wrap_method(trainer.fit_loop, "setup_data", set_up_within)
-
-
 def replace_preparation(trainer: Trainer, prepare: Callable[..., Any]) -> Undo:
-    """Have `prepare(original, dataloader, shuffle, mode)` give dataloaders their samplers."""
+    """Have dataloaders get their samplers by `prepare(original, dataloader, shuffle, mode)`."""
     return _wrap_method(known(trainer, "_data_connector"), "_prepare_dataloader", prepare)
 
 
 def combined_loader(loop: Any) -> Any:
-    """Return the `CombinedLoader` of a loop; None: it has none yet."""
+    """Return the `CombinedLoader` of a loop; None: there is none yet."""
     return known(loop, "_combined_loader")
 
 
 def mode_of(combined: Any) -> Any:
-    """Return in which way a `CombinedLoader` combines, for example `min_size`."""
+    """Return how a `CombinedLoader` combines loaders, for example `min_size`."""
     return known(combined, "_mode")
 
 
 def set_num_samples(combined: Any, count: Callable[[], int]) -> None:
-    """Have a search for a batch size take the data for as long as `count` says, which is asked once; 0: as it is."""
+    """Have a search for a batch size assume `count()` samples, which is called once; 0: the length of the data."""
     if "_dataset_length" not in vars(combined) and (num_samples := count()) > 0:
         replace_method(combined, "_dataset_length", lambda: num_samples)
 
 
 def batch_sampler_within(batch_sampler: Any) -> Any:
-    """Return what makes the batches, without the sampler around it that remembers the indices of a prediction."""
+    """Return the user's batch sampler, without the wrapper that remembers the indices of a prediction."""
     return getattr(batch_sampler, "_batch_sampler", batch_sampler)
 
 
 def sampler_within(sampler: Any) -> Any:
-    """Return the user's sampler that Lightning has wrapped to divide it, or `sampler`."""
+    """Return the user's sampler, without Lightning's wrapper that divides it among the ranks."""
     return getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
 
 
-# Counts of a fit. Public names, but for Lightning itself.
+# Counts of a fit.
 
 
 def batch_progress(trainer: Trainer) -> Any:
@@ -121,7 +108,7 @@ def epoch_progress(trainer: Trainer) -> Any:
 
 
 class SavedProgress(NamedTuple):
-    """The counts in a checkpoint: dictionaries, which may be changed."""
+    """The counts in a checkpoint, as dictionaries that may be changed."""
 
     epochs: dict[str, Any]
     batches: dict[str, Any]
@@ -138,7 +125,7 @@ def saved_progress(checkpoint: Mapping[str, Any]) -> SavedProgress | None:
 
 
 def mark_as_begun(trainer: Trainer) -> None:
-    """Have a fit that was resumed end its epoch like any other: with a step of the schedules that follow a metric."""
+    """Have a resumed fit end its epoch like any other: with a step of the schedules that follow a metric."""
     known(trainer.fit_loop, "_restarting")
     trainer.fit_loop._restarting = False
 
@@ -147,12 +134,12 @@ def mark_as_begun(trainer: Trainer) -> None:
 
 
 def known_metrics(trainer: Trainer) -> Any:
-    """Return the dictionary of `trainer.callback_metrics` as it is: computing them again would ask the other ranks."""
+    """Return the dictionary of `trainer.callback_metrics` without computing them, which would need the other ranks."""
     return known(known(trainer, "_logger_connector"), "_callback_metrics")
 
 
 def logged_results(trainer: Trainer) -> Any:
-    """Return the dictionary of what was logged in this epoch."""
+    """Return the dictionary of the values logged in this epoch."""
     return known(trainer, "_results")
 
 
@@ -167,7 +154,7 @@ def log_at_once(trainer: Trainer, metrics: dict[str, Any]) -> None:
 
 
 def continue_logger(logger: Any, version: int | str) -> bool:
-    """Have `logger` go on in this version, or run of W&B or MLflow, unless the user names one; False: it logs."""
+    """Have `logger` continue this version, or run of W&B or MLflow, unless the user names one; False: it is in use."""
     own = vars(logger)
     if own.get("_experiment") is not None:
         return False
@@ -182,35 +169,37 @@ def continue_logger(logger: Any, version: int | str) -> bool:
 
 
 def call_before_fetch(trainer: Trainer, function: Callable[[], None]) -> Undo:
-    """Have `function` called last before a fit waits for a batch: validation, checkpoints and callbacks are over."""
+    """Have `function` called before a fit waits for a batch, after validation, checkpoints and callbacks."""
+    loop = trainer.fit_loop.epoch_loop
+    before_fetch = known(loop, "_on_before_fetch")
 
-    def call_both(before_fetch: Callable[[], None]) -> None:
+    def call_both() -> None:
         function()
         before_fetch()
 
-    return _wrap_method(trainer.fit_loop.epoch_loop, "_on_before_fetch", call_both)
+    return replace_method(loop, "_on_before_fetch", call_both)
 
 
 def replace_result_class(trainer: Trainer, derive: Callable[[Any], Any]) -> None:
-    """Have the class that `derive` makes of Lightning's read what `training_step` returns."""
+    """Have the output of `training_step` read by the class that `derive` makes of Lightning's class."""
     optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-    # Of the class: that of an earlier fit may be there.
+    # Derived from that of the class: the object may still have that of an earlier fit.
     optimization.output_result_cls = derive(known(type(optimization), "output_result_cls"))
 
 
 class ClosureParts(NamedTuple):
-    """What makes up the closure that automatic optimization gives to an optimizer."""
+    """The parts of the closure that automatic optimization gives to an optimizer."""
 
     run: Callable[[], Any]  # all of it, as Lightning runs it
-    arguments: dict[str, Any]  # what `training_step` is called with, by name
+    arguments: dict[str, Any]  # of `training_step`, by name
     optimizer: Any  # whose gradients are set to zero
-    result_of: Callable[[Any], Any]  # reads what `training_step` has returned
+    result_of: Callable[[Any], Any]  # reads the output of `training_step`
     zero_grad: Callable[[], None] | None  # None: gradients accumulate
-    has_backward: bool  # or else there is nothing to do but `training_step`
+    has_backward: bool  # otherwise there is only `training_step`
 
 
 def replace_closures(trainer: Trainer, run: Callable[[ClosureParts], Any]) -> Undo:
-    """Have `run` called in the place of what a closure of automatic optimization does; it returns what that does."""
+    """Have closures of automatic optimization call `run`, which returns their result."""
     optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     make = known(optimization, "_make_closure")
 
@@ -234,7 +223,7 @@ def replace_closures(trainer: Trainer, run: Callable[[ClosureParts], Any]) -> Un
 
 @contextmanager
 def logging_in(module: Any, hook: str) -> Iterator[None]:
-    """Have `module.log` take calls inside for calls from this hook."""
+    """Have `module.log` treat calls inside as calls from this hook."""
     before, module._current_fx_name = known(module, "_current_fx_name"), hook
     try:
         yield
@@ -254,12 +243,12 @@ def trainer_replaced(module: Any, trainer: Any) -> Iterator[None]:
 
 
 def layer_sync_of(strategy: Any) -> Any:
-    """Return the plugin that the Trainer has given a strategy to synchronise layers with; None: none."""
+    """Return the plugin by which a strategy synchronises layers; None: there is none."""
     return known(strategy, "_layer_sync")
 
 
 def averaged_models(callbacks: Iterable[Any]) -> list[Any]:
-    """Return what callbacks keep as averages of the weights; Lightning has such a callback since 2.6."""
+    """Return the averaged models of callbacks; Lightning has such a callback since 2.6."""
     return [model for callback in callbacks if (model := getattr(callback, "_average_model", None)) is not None]
 
 
@@ -272,7 +261,7 @@ def replace_step(loop: Any, step: Callable[..., None]) -> Undo:
 
 
 def predict_unseen(trainer: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-    """Run `predict_step`, and tell nobody."""
+    """Run `predict_step` without callbacks, and drop its output."""
     strategy, loop = trainer.strategy, trainer.predict_loop
     batch = strategy.precision_plugin.convert_input(batch)
     batch = known(trainer.lightning_module, "_on_before_batch_transfer")(batch, dataloader_idx=dataloader_idx)
@@ -283,7 +272,7 @@ def predict_unseen(trainer: Any, batch: Any, batch_idx: int, dataloader_idx: int
 
 
 def return_predictions(trainer: Trainer) -> None:
-    """Have a prediction return something also where Lightning, which has launched processes by itself, would not."""
+    """Have a prediction return its outputs also where Lightning has launched processes, and would not."""
     known(trainer.predict_loop, "_return_predictions")
     trainer.predict_loop._return_predictions = True
 
@@ -297,7 +286,7 @@ def has_ckpt_path(trainer: Trainer) -> bool:
 
 
 def load_at_start(trainer: Trainer, path: str | None) -> None:
-    """Have the Trainer begin with the checkpoint at `path`, once, and not with the one that it was given."""
+    """Have the Trainer load the checkpoint at `path` once, in place of the one that it was given."""
     connector = known(trainer, "_checkpoint_connector")
     resume_start = known(connector, "resume_start")
 
@@ -309,23 +298,23 @@ def load_at_start(trainer: Trainer, path: str | None) -> None:
 
 
 def load_as_given(trainer: Trainer) -> None:
-    """Undo `load_at_start`, if the Trainer has not come to load anything."""
+    """Undo `load_at_start`, if the Trainer has loaded nothing since."""
     vars(known(trainer, "_checkpoint_connector")).pop("resume_start", None)
 
 
 def ends_by_search(callback: Any) -> bool | None:
-    """Return whether a callback that searches for a setting ends the fit when it has found it; None: it is another."""
+    """Return whether a callback that searches for a setting then ends the fit; None: it does not search."""
     return getattr(callback, "_early_exit", None)
 
 
 def forget_write_error(checkpoint_io: Any) -> None:
-    """Have Lightning's `AsyncCheckpointIO` forget what has failed in the background."""
+    """Drop the background error of Lightning's `AsyncCheckpointIO`."""
     if getattr(checkpoint_io, "_error", None) is not None:
         checkpoint_io._error = None
 
 
 def convert_to_state(strategy: Any, state: dict[str, Any], **kwargs: Any) -> Any:
-    """Return the dictionary that a checkpoint of Fabric's holds for modules, optimizers and others in `state`."""
+    """Return the content of a checkpoint of Fabric for the modules, optimizers and other values in `state`."""
     return known(strategy, "_convert_stateful_objects_in_state")(state, **kwargs)
 
 
@@ -340,7 +329,7 @@ def set_main_port(environment: Any, port: int) -> None:
 
 @contextmanager
 def processes_started_by(start: Callable[..., Any], launcher: Any) -> Iterator[None]:
-    """Have `launcher`, which starts a process for each rank, call `start` in the place of torch's `start_processes`."""
+    """Have `launcher`, which starts a process for each rank, call `start` in place of torch's `start_processes`."""
     name = next(base.__module__ for base in type(launcher).__mro__ if base.__name__ == "_MultiProcessingLauncher")
     module: Any = sys.modules[name]
     before = known(module, "mp")
@@ -363,42 +352,43 @@ def replace_signal_handlers(
     on_requeue: Callable[..., Any],
     on_registered: Callable[[], None],
 ) -> Undo:
-    """Have Lightning register these handlers where it would register its own, and then call `on_registered`.
+    """Have Lightning register these handlers in place of its own, and then call `on_registered`.
 
-    Its handler of SIGTERM broadcasts from within. So does its training loop before each batch (2.6), which is left out.
+    Its handler of SIGTERM calls a broadcast. So does its training loop before each batch (2.6), which is disabled.
     """
     connector, loop = known(trainer, "_signal_connector"), trainer.fit_loop.epoch_loop
+    register = known(connector, "register_signal_handlers")
 
-    def register_and_tell(register: Callable[[], None]) -> None:
+    def register_and_notify() -> None:
         register()
         on_registered()
 
     undo = ExitStack()
     undo.callback(replace_method(connector, "_sigterm_notifier_fn", on_sigterm))
     undo.callback(replace_method(connector, "_slurm_sigusr_handler_fn", on_requeue))
-    undo.callback(_wrap_method(connector, "register_signal_handlers", register_and_tell))
+    undo.callback(replace_method(connector, "register_signal_handlers", register_and_notify))
     if hasattr(loop, "_broadcast_sigterm_tensor"):
         undo.callback(replace_method(loop, "_broadcast_sigterm_tensor", lambda: None))
     return undo.close
 
 
 def end_failed_fit(trainer: Trainer, error: BaseException, *, interrupt: Callable[..., None]) -> None:
-    """Do what a Trainer does when a fit raises: tell callbacks, which may save, and tear down."""
+    """Do what a Trainer does when a fit raises: notify callbacks, which may save, and tear down."""
     interrupt(trainer, error)
     known(trainer, "_teardown")()
     trainer.state.stage = None
 
 
 def begin_fit(trainer: Trainer) -> None:
-    """Do what `trainer.fit` does before it launches, in a Trainer that has trained nothing."""
-    # No checkpoint holds all of the state of a loop that was left in the middle of something.
+    """Prepare a Trainer for another launch of `fit`, as if it had trained nothing."""
+    # New loops, because no checkpoint holds the whole state of an interrupted loop.
     loop: Any = trainer.fit_loop
     steps = loop.epoch_loop
     trainer.fit_loop = type(loop)(trainer, min_epochs=loop.min_epochs, max_epochs=loop.max_epochs)
     trainer.fit_loop.epoch_loop = type(steps)(trainer, min_steps=steps.min_steps, max_steps=steps.max_steps)
     known(known(trainer, "_logger_connector"), "reset_metrics")()
     for callback in trainer.checkpoint_callbacks:
-        # As in a new process of another rank: all save in the same steps, or none.
+        # As in a new process of another rank, so that all ranks save in the same steps.
         vars(callback).update({name: it for name, it in _NOTHING_SAVED.items() if name in vars(callback)})
     trainer.state.status = type(trainer.state.status)("running")
     trainer.training = True
@@ -415,7 +405,7 @@ def stop_after_batch(trainer: Trainer) -> None:
 
 
 class AsIfAlone:
-    """A Trainer that says that its strategy is not distributed, which is all that Lightning's finder asks of that."""
+    """A Trainer that claims not to be distributed, because Lightning's finder refuses to search otherwise."""
 
     _accelerator_connector = SimpleNamespace(is_distributed=False)
 

@@ -1,4 +1,4 @@
-"""Makes our classes for one root of Lightning: each root defines classes of its own, and accepts only those."""
+"""Make our classes for one root of Lightning: each root defines classes of its own, and accepts only those."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_bucketddp.checkpoint.checkpoint_io import AtomicCheckpointIO
 from lightning_bucketddp.strategies.launchers import ProcessLauncher, ScriptLauncher
 from lightning_bucketddp.trainer_internals import known
 
-# By public name: where a callback or the tuner is, less its Lightning base class, and where that one is.
+# By public name of a callback or the tuner: our file and class, and the module and name of its Lightning base class.
 _CALLBACKS = {
     "BatchSizeFinder": ("batch_size_finder", "SharedBatchSizeFinder", "callbacks", "BatchSizeFinder"),
     "BucketDDPMonitor": ("monitor", "StepMonitoring", "callbacks", "Callback"),
@@ -23,7 +23,7 @@ _CALLBACKS = {
     "Tuner": ("batch_size_finder", "SharedTuner", "tuner", "Tuner"),
 }
 
-# What a strategy takes over from Lightning's `DDPStrategy`: from both, from that of the Trainer, and from Fabric's.
+# Members that a strategy takes from Lightning's `DDPStrategy`: from both, from that of the Trainer, and from Fabric's.
 _FROM_BOTH = (
     *("root_device", "num_nodes", "num_processes", "process_group_backend", "_get_process_group_backend"),
     *("barrier", "broadcast"),
@@ -40,7 +40,7 @@ _FROM_FABRIC = (
 
 @functools.cache
 def bound_class(name: str, root: str, module: str) -> Any:
-    """Return the callback `name` for `root`, as one of `module`; made when it is asked for, because it imports much."""
+    """Return the callback `name` of `module` for `root`; it is made on demand, because that imports much."""
     if name not in _CALLBACKS:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     file, part_name, base_module, base_name = _CALLBACKS[name]
@@ -50,30 +50,24 @@ def bound_class(name: str, root: str, module: str) -> Any:
 
 
 def bind_trainer(root: str, *, fabric: str, module: str) -> dict[str, type]:
-    """Return the classes for the Trainer of `root`, which `module` has to define."""
+    """Return the classes that `module` defines for the Trainer of `root`."""
     from lightning_bucketddp.strategies.trainer import TrainerStrategy
 
     strategies = import_module(f"{root}.strategies")
     exceptions = import_module(f"{root}.utilities.exceptions")
-    classes = _classes_of_processes(f"{root}.strategies.launchers", fabric=fabric, module=module)
-    interrupt = known(import_module(f"{root}.trainer.call"), "_interrupt")
-    classes["_ProcessLauncher"].on_exception_of = staticmethod(interrupt)
-    of_root = _names_of_root(
-        classes,
-        fabric,
-        wrapping_checkpoint_io=known(import_module(f"{root}.plugins.io.wrapper"), "_WrappingCheckpointIO"),
-        async_checkpoint_io=import_module(f"{root}.plugins.io").AsyncCheckpointIO,
-        torch_sync_batchnorm=import_module(f"{root}.plugins.layer_sync").TorchSyncBatchNorm,
-        callback=import_module(root).Callback,
-        reduce=strategies.DDPStrategy.reduce,
-        batch_size_of=import_module(f"{root}.utilities.data").extract_batch_size,
-        is_oom_error=import_module(f"{root}.utilities.memory").is_oom_error,
-        # What a Trainer raises when SIGTERM stops it, and when tuning is over.
-        sigterm_exception=exceptions.SIGTERMException,
-        normal_ends=(known(exceptions, "_TunerExitException"),),
-        follow_root=follow_root,
-        interrupt=interrupt,
-    )
+    classes, of_root = _bind_processes(root, fabric=fabric, module=module)
+    of_root.interrupt = known(import_module(f"{root}.trainer.call"), "_interrupt")
+    classes["_ProcessLauncher"].on_exception_of = staticmethod(of_root.interrupt)
+    of_root.wrapping_checkpoint_io = known(import_module(f"{root}.plugins.io.wrapper"), "_WrappingCheckpointIO")
+    of_root.async_checkpoint_io = import_module(f"{root}.plugins.io").AsyncCheckpointIO
+    of_root.torch_sync_batchnorm = import_module(f"{root}.plugins.layer_sync").TorchSyncBatchNorm
+    of_root.callback = import_module(root).Callback
+    of_root.reduce = strategies.DDPStrategy.reduce
+    of_root.batch_size_of = import_module(f"{root}.utilities.data").extract_batch_size
+    of_root.is_oom_error = import_module(f"{root}.utilities.memory").is_oom_error
+    # The exceptions of a Trainer that SIGTERM stops, and of a tuner that has ended.
+    of_root.sigterm_exception = exceptions.SIGTERMException
+    of_root.normal_ends = (known(exceptions, "_TunerExitException"),)
     strategy = _made("BucketDDPStrategy", module, TrainerStrategy, strategies.ParallelStrategy, root=of_root)
     adopt_process_setup(strategy, strategies.DDPStrategy, _FROM_TRAINER)
     accept_in_every_root(TrainerStrategy)
@@ -81,44 +75,40 @@ def bind_trainer(root: str, *, fabric: str, module: str) -> dict[str, type]:
 
 
 def bind_fabric(root: str, *, module: str) -> dict[str, type]:
-    """Return the classes for the Fabric of `root`, which `module` has to define."""
+    """Return the classes that `module` defines for the Fabric of `root`."""
     from lightning_bucketddp.strategies.fabric import FabricStrategy
 
     strategies = import_module(f"{root}.strategies")
-    classes = _classes_of_processes(f"{root}.strategies.launchers", fabric=root, module=module)
+    classes, of_root = _bind_processes(root, fabric=root, module=module)
+    of_root.wrapping_checkpoint_io, of_root.sigterm_exception, of_root.normal_ends = (), None, ()
 
-    # Fabric forbids a plain `loss.backward()` for a strategy that overrides `backward`. Ours works without, and says
-    # so by wrapping the original.
+    # Fabric forbids a plain `loss.backward()` for a strategy that overrides `backward`, unless it wraps the original.
     @functools.wraps(strategies.ParallelStrategy.backward)
     def backward(self: Any, *args: Any, **kwargs: Any) -> None:
         FabricStrategy.backward(self, *args, **kwargs)
 
-    of_root = _names_of_root(classes, root, wrapping_checkpoint_io=(), sigterm_exception=None, normal_ends=())
     members = {"root": of_root, "backward": backward}
     strategy = _made("BucketDDPStrategy", module, FabricStrategy, strategies.ParallelStrategy, **members)
     adopt_process_setup(strategy, strategies.DDPStrategy, _FROM_FABRIC)
     return {**classes, "BucketDDPStrategy": strategy}
 
 
-def _classes_of_processes(launchers: str, *, fabric: str, module: str) -> dict[str, Any]:
-    own = import_module(launchers)
+def _bind_processes(root: str, *, fabric: str, module: str) -> tuple[dict[str, Any], SimpleNamespace]:
+    """Return the classes besides the strategy, and the names of `root` that a strategy needs (`StrategyBase.root`)."""
+    launchers = import_module(f"{root}.strategies.launchers")
+    script = known(launchers, "_SubprocessScriptLauncher")
+    multiprocessing = known(launchers, "_MultiProcessingLauncher")
     torch_io = import_module(f"{fabric}.plugins.io.torch_io").TorchCheckpointIO
-    return {
-        "BucketDDPCheckpointIO": _made("BucketDDPCheckpointIO", module, AtomicCheckpointIO, torch_io),
-        "_ScriptLauncher": _made("_ScriptLauncher", module, ScriptLauncher, known(own, "_SubprocessScriptLauncher")),
-        "_ProcessLauncher": _made("_ProcessLauncher", module, ProcessLauncher, known(own, "_MultiProcessingLauncher")),
-    }
-
-
-def _names_of_root(classes: dict[str, Any], fabric: str, **others: Any) -> SimpleNamespace:
-    return SimpleNamespace(
-        checkpoint_io=classes["BucketDDPCheckpointIO"],
-        script_launcher=classes["_ScriptLauncher"],
-        process_launcher=classes["_ProcessLauncher"],
+    of_root = SimpleNamespace(
+        checkpoint_io=_made("BucketDDPCheckpointIO", module, AtomicCheckpointIO, torch_io),
+        script_launcher=_made("_ScriptLauncher", module, ScriptLauncher, script),
+        process_launcher=_made("_ProcessLauncher", module, ProcessLauncher, multiprocessing),
+        follow_root=follow_root,
         lightning_environment=import_module(f"{fabric}.plugins.environments.lightning").LightningEnvironment,
         init_dist_connection=known(import_module(f"{fabric}.utilities.distributed"), "_init_dist_connection"),
-        **others,
     )
+    classes = (of_root.checkpoint_io, of_root.script_launcher, of_root.process_launcher)
+    return {cls.__name__: cls for cls in classes}, of_root
 
 
 def _made(name: str, module: str, part: type, base: type, **members: Any) -> Any:
@@ -127,11 +117,11 @@ def _made(name: str, module: str, part: type, base: type, **members: Any) -> Any
 
 
 def adopt_process_setup(cls: Any, ddp_strategy: Any, names: Iterable[str]) -> None:
-    """Have `cls` take over Lightning's own process set-up, and register as a `DDPStrategy`.
+    """Give `cls` the methods of Lightning's own process set-up, and register it as a `DDPStrategy`.
 
-    What is taken knows nothing of torch's DistributedDataParallel, and keeps launching, ranks and devices as the
-    installed Lightning does them. Inheriting would bring the rest of `DDPStrategy`, which is about the wrapper that we
-    do not have. Being a virtual subclass satisfies `isinstance` checks for `torch.compile` and distributed samplers.
+    They do not depend on torch's DistributedDataParallel, and keep launching, ranks and devices as in the installed
+    Lightning. Inheriting would bring the rest of `DDPStrategy`, which is about that wrapper. A virtual subclass passes
+    the `isinstance` checks of `torch.compile` and distributed samplers.
     """
     for name in (*_FROM_BOTH, *names):
         known(ddp_strategy, name)

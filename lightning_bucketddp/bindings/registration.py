@@ -23,7 +23,7 @@ _START_METHOD_OF = {
 
 
 def binding_of(root: str) -> ModuleType:
-    """Import what is bound to `root`."""
+    """Return the module of `bindings` for `root`."""
     return import_module(f"lightning_bucketddp.bindings.{_MODULE_OF[root]}")
 
 
@@ -33,10 +33,10 @@ def strategy_class(root: str) -> Any:
 
 
 def accept_in_every_root(strategy: type) -> None:
-    """Have the Trainers and Fabrics of all roots that are imported take instances of `strategy`, made for a Trainer.
+    """Have the Trainers and Fabrics of all imported roots accept instances of `strategy`, made for a Trainer.
 
-    Import sorters put `from lightning_bucketddp import BucketDDPStrategy` before `import pytorch_lightning`, when it
-    cannot be known yet who will get it. It turns into the right class when somebody does (`follow_root`).
+    Import sorters put `from lightning_bucketddp import BucketDDPStrategy` before `import pytorch_lightning`, when the
+    root is not known yet. The strategy becomes one of the right class when a Trainer or Fabric gets it (`follow_root`).
     """
     for root in _MODULE_OF:
         if hasattr(strategies := sys.modules.get(f"{root}.strategies"), "Strategy"):
@@ -44,9 +44,9 @@ def accept_in_every_root(strategy: type) -> None:
 
 
 def follow_root(strategy: Any, accelerator: object) -> None:
-    """Turn `strategy` into the class for the root of Lightning that `accelerator` is from, if it is for another."""
+    """Change the class of `strategy` to that for the root of Lightning that `accelerator` is from."""
     modules = [base.__module__ for base in type(accelerator).__mro__]
-    # Accelerators of a Trainer derive from those of Fabric, whose roots come last.
+    # Accelerators of a Trainer derive from those of Fabric, so the roots of Fabric come last.
     root = next((root for root in _MODULE_OF if any(module.startswith(f"{root}.") for module in modules)), None)
     if root is None or isinstance(strategy, wanted := strategy_class(root)):
         return
@@ -64,15 +64,14 @@ def follow_root(strategy: Any, accelerator: object) -> None:
 def register(root: str) -> None:
     """Add our names to the strategy registry of `root`. Doing it again changes nothing."""
 
-    # A function instead of the class: who imports Lightning and never asks for us pays nothing, and a strategy module
-    # whose own imports bring in Lightning is not asked for its class before it has one.
+    # A function instead of the class, which is imported on demand: a strategy module may itself import Lightning.
     def create(**options: Any) -> Any:
         return strategy_class(root)(**options)
 
     if (trainer := sys.modules.get("lightning_bucketddp.strategies.trainer")) is not None:
-        accept_in_every_root(trainer.TrainerStrategy)  # imported before this root
+        accept_in_every_root(trainer.TrainerStrategy)  # which was imported before this root
     if f"{root}.cli" in sys.modules:
-        binding_of(root)  # so that a config may say `class_path: BucketDDPStrategy`
+        binding_of(root)  # so that a config may have `class_path: BucketDDPStrategy`
     strategies = import_module(f"{root}.strategies")
     registry = strategies.STRATEGY_REGISTRY if "fabric" in root else strategies.StrategyRegistry
     for name, start_method in _START_METHOD_OF.items():

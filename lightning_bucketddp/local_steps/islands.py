@@ -1,15 +1,14 @@
-"""Islands: which ranks average gradients in each step, and the outer step, which makes their weights one set again.
+"""Islands of ranks that average gradients in each step, and the outer step, which averages their weights.
 
-What an island has changed in its weights since the last outer step is averaged over the islands, and taken as the
-gradient of an SGD with Nesterov momentum that steps the global weights, from which all islands go on (DiLoCo, arXiv
-2311.08105). Each rank keeps the global weights and the momentum of one part only: it exchanges that part with its
-peers, the ranks of the same position in other islands, and gives the result to its island. Everything goes in chunks,
-so that there is never another copy of all weights; while one chunk travels, the one before is stepped.
+The change of an island's weights since the last outer step is averaged over the islands, and is the gradient of an SGD
+with Nesterov momentum that steps the global weights, from which all islands go on (DiLoCo, arXiv 2311.08105). Each rank
+keeps one shard of the global weights and of the momentum: it exchanges that shard with its peers, the ranks of the same
+position in other islands, and gathers the others from its island. Weights travel in chunks, so that there is never
+another copy of all weights; while one chunk travels, the one before is stepped.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -33,8 +32,8 @@ class Islands:
     world: Collectives
     members: list[list[int]]  # the ranks of each island
     own: Collectives  # the island that this rank is in
-    # The ranks with the same position in each island, by island: each has the same part of the weights to exchange, so
-    # that every number goes through the slow network once per island.
+    # The ranks with the same position in each island, by island. They exchange the same shard of the weights, so that
+    # every number goes through the slow network once per island.
     peers: Collectives
 
     @property
@@ -76,10 +75,7 @@ def divide(option: IslandsOption, *, hosts: Sequence[str]) -> list[list[int]]:
 
 
 def _by_host(hosts: Sequence[str]) -> list[list[int]]:
-    by_host: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        by_host.setdefault(host, []).append(rank)
-    members = list(by_host.values())
+    members = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
     listed = "; ".join(f"{list_ranks(ranks)} on host {index}" for index, ranks in enumerate(members))
     if len({len(ranks) for ranks in members}) > 1:
         raise ValueError(
@@ -97,9 +93,9 @@ def _by_host(hosts: Sequence[str]) -> list[list[int]]:
 def find_islands(
     world: Collectives, option: LocalSteps, *, known: Islands | None, host: str, syncs_layers: bool
 ) -> Islands | None:
-    """Divide the ranks into islands, or return the `known` ones of an earlier fit; None: there is one only.
+    """Divide the ranks into islands, or return the `known` ones of an earlier fit; None: there is only one.
 
-    All ranks must call this. `host` names that of this rank; `syncs_layers`: layers of an island talk to each other.
+    All ranks must call this. `host` is the name of this host; `syncs_layers`: layers exchange statistics in an island.
     """
     islands = known
     if islands is None or islands.world is not world:
@@ -119,7 +115,7 @@ def find_islands(
 
 
 def refuse_layers_between_islands(model: nn.Module, islands: Islands) -> None:
-    """Raise if a layer of `model` talks to ranks of other islands in each step."""
+    """Raise if a layer of `model` exchanges statistics with other islands in each step."""
     members = set(islands.own.global_ranks)
     for name, layer in model.named_modules():
         if isinstance(layer, nn.SyncBatchNorm) and getattr(layer, "_sync_original", None) is None:
@@ -131,52 +127,44 @@ def refuse_layers_between_islands(model: nn.Module, islands: Islands) -> None:
                 )
 
 
-# Of all ranks of an island together.
+# The numbers in a chunk, of all ranks of an island together.
 _CHUNK_NUMBERS = 16 * 2**20
 
 
 class _Row:
-    """Tensors of one dtype as one row of numbers, each in the order that it has in memory.
-
-    Views are taken anew each time, because `param.data` may have been replaced since.
-    """
+    """Tensors of one dtype as one row of numbers, each in the order that it has in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)
-        self.names = list(tensors)
         self._ends = list(accumulate(in_memory_order(name, tensor).numel() for name, tensor in tensors.items()))
         self.numel = self._ends[-1]
 
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield what lies in a range of the row, tensor by tensor, as views."""
-        stop = min(stop, self.numel)
-        while start < stop:
-            index = bisect_right(self._ends, start)
-            name, end = self.names[index], self._ends[index]
-            row = in_memory_order(name, self.tensors[name])
-            offset = start - (end - row.numel())
-            yield name, row[offset : offset + min(stop, end) - start]
-            start = min(stop, end)
+    def slices(self, start: int, stop: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors in a range of the row, as views, which are made anew: `param.data` may be replaced."""
+        begin = 0
+        for (name, tensor), end in zip(self.tensors.items(), self._ends, strict=True):
+            if start < end and begin < stop and begin < end:
+                yield name, in_memory_order(name, tensor)[max(start - begin, 0) : stop - begin]
+            begin = end
 
     def read(self, start: int, into: Tensor) -> Tensor:
-        """Return `into`, overwritten with the range that begins at `start`; zeros behind the end of the row."""
+        """Return `into`, overwritten with the range that begins at `start`; zeros after the end of the row."""
         offset = 0
-        for _, piece in self.pieces(start, start + into.numel()):
-            into[offset : offset + piece.numel()].copy_(piece)
-            offset += piece.numel()
+        for _, view in self.slices(start, start + into.numel()):
+            into[offset : offset + view.numel()].copy_(view)
+            offset += view.numel()
         into[offset:].zero_()
         return into
 
     def write(self, start: int, values: Tensor) -> None:
         """Overwrite the range that begins at `start`, up to the end of the row."""
-        offset = 0
-        for _, piece in self.pieces(start, start + values.numel()):
-            piece.copy_(values[offset : offset + piece.numel()])
-            offset += piece.numel()
+        for _, view in self.slices(start, start + values.numel()):
+            view.copy_(values[: view.numel()])
+            values = values[view.numel() :]
 
 
 def in_memory_order(name: str, tensor: Tensor) -> Tensor:
-    """Return the numbers of `tensor`, which is called `name`, as a view with one dimension."""
+    """Return the numbers of `tensor`, whose name is `name`, as a view with one dimension."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -191,7 +179,7 @@ def in_memory_order(name: str, tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class _Chunk:
-    """A range of a row, what this rank keeps of its own part (global weights, momentum), and what it exchanges in."""
+    """A range of a row, with the global weights and the momentum of this rank's shard, and buffers to exchange them."""
 
     row: _Row
     start: int
@@ -204,15 +192,15 @@ class OuterStep:
     """Steps the global weights.
 
     Args:
-        parameters: those that are trained, by name; the same values on all ranks now.
-        reduction: takes means over the peers.
+        parameters: The trained parameters, by name, with the same values on all ranks now.
+        reduction: Takes means over the peers.
     """
 
     def __init__(
         self, parameters: Mapping[str, Tensor], islands: Islands, reduction: Reduction, option: LocalSteps
     ) -> None:
         self.names = list(parameters)
-        self.is_partial = False  # an exception has left some weights as the island's own, and some as those of all
+        self.is_partial = False  # an exception has left some weights as the island's own, and some as the global ones
         self._islands = islands
         self._size = islands.own.world_size
         self._reduction = reduction
@@ -225,47 +213,48 @@ class OuterStep:
 
     def _divide(self, row: _Row) -> Iterator[_Chunk]:
         num_chunks = -(-row.numel // _CHUNK_NUMBERS)
-        share = -(-row.numel // (num_chunks * self._size))
+        shard = -(-row.numel // (num_chunks * self._size))
         first = next(iter(row.tensors.values()))
         dtype = torch.promote_types(first.dtype.to_real(), torch.float32)
-        layout, like = BufferLayout([0], share), torch.empty(share, dtype=dtype, device="meta")
+        layout, like = BufferLayout([0], shard), torch.empty(shard, dtype=dtype, device="meta")
         wires = [
             BufferedBucket([like], num_flags=0, device=first.device, layout=layout) for _ in range(min(num_chunks, 2))
         ]
         for index in range(num_chunks):
-            start = index * share * self._size
-            own = torch.empty(share, dtype=first.dtype.to_real(), device=first.device)
+            start = index * shard * self._size
+            own = torch.empty(shard, dtype=first.dtype.to_real(), device=first.device)
             yield _Chunk(
                 row,
                 start,
-                weights=row.read(start + self._islands.own.rank * share, own),
+                weights=row.read(start + self._islands.own.rank * shard, own),
                 momentum=torch.zeros_like(own, dtype=dtype) if self._momentum else None,
                 wires=(wires[0], wires[-1]),
             )
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Take the weights as they are now as the global ones: somebody has changed them on all ranks alike."""
+        """Make the current weights the global ones, after they were changed in the same way on all ranks."""
         for chunk in self._chunks:
             chunk.row.read(self._own_start(chunk), chunk.weights)
 
     def nonfinite(self) -> list[str]:
-        pieces = [
-            piece
+        """Return the names of parameters that are not finite in this rank's shard."""
+        slices = [
+            one
             for chunk in self._chunks
-            for piece in chunk.row.pieces(self._own_start(chunk), self._own_start(chunk) + chunk.weights.numel())
+            for one in chunk.row.slices(self._own_start(chunk), self._own_start(chunk) + chunk.weights.numel())
         ]
-        if not pieces:
+        if not slices:
             return []
-        largest = torch.stack([torch.linalg.vector_norm(piece, torch.inf).float() for _, piece in pieces])
+        largest = torch.stack([torch.linalg.vector_norm(view, torch.inf).float() for _, view in slices])
         is_finite = largest.isfinite().tolist()
-        return [name for (name, _), finite in zip(pieces, is_finite, strict=True) if not finite]
+        return [name for (name, _), finite in zip(slices, is_finite, strict=True) if not finite]
 
     @torch.no_grad()
     def step(self, *, share: float) -> int:
-        """Step the global weights and go on from them. All ranks must call this. Return the bytes given to the network.
+        """Step the global weights and go on from them. All ranks must call this. Return the bytes that were sent.
 
-        This island counts `share` times what it does in a plain mean over all islands; 0: not at all.
+        In the mean over the islands, this one has the weight `share`; 0: it does not count.
         """
         self.is_partial = True
         bytes_sent = 0
@@ -277,7 +266,7 @@ class OuterStep:
                 bytes_sent += self._finish(*in_flight.pop(0))
         for last in in_flight:
             bytes_sent += self._finish(*last)
-        # An abort would leave what is under way there half done, and nobody would know.
+        # An abort would interrupt what is still in flight on the device, without an error.
         device = self._islands.world.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -285,8 +274,8 @@ class OuterStep:
         return bytes_sent
 
     @torch.no_grad()
-    def go_back(self) -> None:
-        """Give this island the global weights. All of its ranks must call this."""
+    def restore_global_weights(self) -> None:
+        """Return to the global weights. All ranks of the island must call this."""
         for chunk in self._chunks:
             self._give_to_island(chunk)
 
@@ -294,7 +283,7 @@ class OuterStep:
         change = chunk.row.read(self._own_start(chunk), wire.wire)
         torch.sub(chunk.weights, change, out=change)
         if share == 0:
-            change.zero_()  # it may not be finite
+            change.zero_()  # it may be non-finite
         elif share != 1:
             change.mul_(share)
         return self._reduction.start(wire, index=index, is_last=index == len(self._chunks) - 1)
@@ -313,19 +302,19 @@ class OuterStep:
         chunk.row.write(chunk.start, self._gather(chunk.weights))
 
     def _gather(self, own: Tensor) -> Tensor:
-        """Return the parts of all ranks of the island, one behind the other."""
+        """Return the shards of all ranks of the island, concatenated."""
         if self._size == 1:
             return own
-        parts = own.new_empty(own.numel() * self._size)
-        parts.view(self._size, -1)[self._islands.own.rank].copy_(own)
-        self._islands.own.start_gather_of_shards(parts, owner=None).wait()
-        return parts
+        shards = own.new_empty(own.numel() * self._size)
+        shards.view(self._size, -1)[self._islands.own.rank].copy_(own)
+        self._islands.own.start_gather_of_shards(shards, owner=None).wait()
+        return shards
 
     def _own_start(self, chunk: _Chunk) -> int:
         return chunk.start + self._islands.own.rank * chunk.weights.numel()
 
     def free_device(self) -> None:
-        """Keep the momentum in host memory, and nothing else: there will be no further step."""
+        """Free everything but the momentum, and move that to host memory: there will be no further step."""
         for chunk in self._chunks:
             chunk.momentum = None if chunk.momentum is None else chunk.momentum.cpu()
             chunk.weights = chunk.weights[:0]
@@ -343,7 +332,7 @@ class OuterStep:
         return gathered
 
     def set_momentum(self, momentum: Mapping[str, Tensor]) -> None:
-        """Go on with the momentum that `gather_momentum` has returned; a parameter that it does not name has none."""
+        """Restore the momentum that `gather_momentum` has returned; that of other parameters becomes zero."""
         for row in self._rows:
             of_row = _Row({name: _momentum_like(param, momentum.get(name)) for name, param in row.tensors.items()})
             for chunk in self._chunks:
@@ -352,7 +341,7 @@ class OuterStep:
 
 
 def _momentum_like(param: Tensor, momentum: Tensor | None = None) -> Tensor:
-    """Return room for the momentum of `param`, in host memory and in the same order: `momentum`, or zeros."""
+    """Return `momentum`, or zeros, in host memory and in the memory order of `param`."""
     dtype = torch.promote_types(param.dtype, torch.float32)
     like = torch.zeros_like(param, dtype=dtype, device="cpu", requires_grad=False)
     return like if momentum is None or momentum.shape != param.shape else like.copy_(momentum)
@@ -360,16 +349,14 @@ def _momentum_like(param: Tensor, momentum: Tensor | None = None) -> Tensor:
 
 @torch.no_grad()
 def average(tensors: Sequence[Tensor], islands: Islands, *, share: float) -> None:
-    """Replace `tensors` by their mean over the islands, or by those of the first one if they are no real numbers.
+    """Replace `tensors` by their mean over the islands, or by those of the first island if they are not floats.
 
     All ranks must call this. In an island the tensors of its first rank count; `share` is that of `OuterStep.step`.
     """
     device = islands.world.device
-    on_device = [tensor.detach() for tensor in tensors if tensor.device == device]
-    on_host = [tensor.detach() for tensor in tensors if tensor.device != device]
-    if on_device:
+    if on_device := [tensor.detach() for tensor in tensors if tensor.device == device]:
         _average(on_device, islands.peers, islands.own, share=share)
-    if on_host:
+    if on_host := [tensor.detach() for tensor in tensors if tensor.device != device]:
         _average(on_host, islands.peers.host_group(), islands.own.host_group(), share=share)
 
 
@@ -378,7 +365,7 @@ def _average(tensors: Sequence[Tensor], peers: Collectives, own: Collectives, *,
         for chunk in chunks_of_one_dtype([tensor for tensor in tensors if tensor.is_floating_point()]):
             mean = torch.cat([tensor.reshape(-1) for tensor in chunk])
             peers.start_mean(mean.mul_(share) if share else mean.zero_()).wait()
-            for tensor, piece in zip(chunk, torch.split(mean, [tensor.numel() for tensor in chunk]), strict=True):
-                tensor.copy_(piece.view_as(tensor))
+            for tensor, values in zip(chunk, torch.split(mean, [tensor.numel() for tensor in chunk]), strict=True):
+                tensor.copy_(values.view_as(tensor))
         peers.broadcast_tensors([tensor for tensor in tensors if not tensor.is_floating_point()])
     own.broadcast_tensors(tensors)

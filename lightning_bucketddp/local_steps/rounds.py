@@ -1,14 +1,14 @@
-"""Rounds of local steps in a fit: when one ends, what all ranks are told then, and what a checkpoint holds of it.
+"""Rounds of local steps in a fit: when a round ends, what the ranks exchange then, and what a checkpoint holds of it.
 
-A round ends after `local_steps` steps of the optimizers, between two batches. Before that where somebody looks at the
-weights: before a validation, before a checkpoint is saved, at the end of an epoch and of the training; and when a
-signal stops the run. So weights are equal on all ranks whenever they are looked at.
+A round ends after `local_steps` steps of the optimizers, between two batches. It ends earlier where weights are read:
+before a validation, before a checkpoint is saved, at the end of an epoch and of the training; and when a signal stops
+the run. So weights are equal on all ranks whenever they are read.
 
 Note: averaged models
     A moving average of weights is linear in them: the mean over the islands of each island's average is the average of
-    the mean. So the models that Lightning's `WeightAveraging` keeps are averaged when somebody looks at the weights.
-    Likewise, at the end of each round, parameters that are not trained and yet were changed: those of a mean teacher.
-    Checksums tell which, because `Tensor._version` does not count what is written through `Tensor.data`.
+    the mean. So the models that Lightning's `WeightAveraging` keeps are averaged when weights are read. The same holds
+    at the end of each round for parameters that were changed without being trained, as those of a mean teacher. They
+    are found by checksums, because `Tensor._version` does not count what is written through `Tensor.data`.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class LocalRounds(RunPart):
     config: ReducerConfig
     replica_checks: ReplicaChecks
     broadcasts_buffers: bool  # all ranks have the same buffers (`broadcast_buffers`)
-    exchange: StepExchange  # between all ranks; used when a round ends, and by nobody in a step
-    of_island: StepExchange | None  # between the ranks of this island; None: there is one only
+    exchange: StepExchange  # between all ranks, for the end of a round
+    of_island: StepExchange | None  # between the ranks of this island; None: this rank is alone in it
     progress: Progress
-    signals: StopSignals | None  # those that stop the run, and travel with `exchange`; None: nobody handles them
+    signals: StopSignals | None  # those that stop the run, and travel with `exchange`; None: they are not handled
     has_trained: Callable[[], bool]  # whether there was data in this island for the step that has ended
 
     def __post_init__(self) -> None:
@@ -68,20 +68,17 @@ class LocalRounds(RunPart):
         self._checks = ReplicaComparison(
             self.islands.world, self.replica_checks, exchange=self.exchange, has_messages=True
         )
-        self._replicas: Replicas  # with `set_replicas`, before anything is trained
+        self._replicas: Replicas  # set by `set_replicas`, before anything is trained
         self._stats = ReducerStats()
         self._outer: OuterStep | None = None
         self._restored_momentum: dict[str, Tensor] = {}
         # Since the last outer step.
         self._num_steps = self._num_trained = 0
         self._has_stepped = False
-        # All ranks have the weights of the last outer step.
-        self._are_equal = True
-        # What callbacks keep as averages is that of all ranks.
-        self._have_averaged = True
+        self._are_equal = True  # all ranks have the weights of the last outer step
+        self._have_averaged = True  # all ranks have the same averaged models
         self._callback: Any = None
-        # Since averaged models were averaged over the islands: islands whose weights were not finite.
-        self._left_out: set[int] = set()
+        self._left_out: set[int] = set()  # non-finite islands since averaged models were averaged over the islands
         self._checksums = Checksums()
         # Of the parameters that are not trained, by name, when all ranks had the same.
         self._untrained: dict[str, int] = {}
@@ -91,12 +88,8 @@ class LocalRounds(RunPart):
         """Whether an outer step has begun and not ended."""
         return self._outer is not None and self._outer.is_partial
 
-    def take_alert(self) -> bool:
-        is_alerted, self.exchange.is_alerted = self.exchange.is_alerted, False
-        return is_alerted
-
     def set_replicas(self, replicas: Replicas, stats: ReducerStats) -> None:
-        """Train these from now on. All ranks must call this."""
+        """Train these `replicas` from now on. All ranks must call this."""
         stats.outer_steps = self._stats.outer_steps
         self._replicas, self._stats = replicas, stats
         if self._outer is not None:
@@ -123,18 +116,14 @@ class LocalRounds(RunPart):
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: param for name, param in self._replicas.parameters.items() if param.requires_grad}
 
-    def _stop_signal(self) -> int:
-        return 0 if self.signals is None else self.signals.stop_signal
-
     def begin_batch(self, batch_idx: int) -> None:
         self.exchange.epoch = self.trainer.current_epoch
         self.exchange.num_batches = batch_idx + 1
         self._has_stepped = False
-        if self.of_island is not None:
-            self.of_island.stop_signal = self._stop_signal()
+        if self.of_island is not None and self.signals is not None:
+            self.of_island.stop_signal = self.signals.stop_signal
         assert self._outer is not None
-        if list(self._trained()) != self._outer.names:
-            # Frozen or unfrozen since the last batch: from now on others are exchanged.
+        if list(self._trained()) != self._outer.names:  # parameters were frozen or unfrozen since the last batch
             self._end_round(MessageKind.OUTER_STEP)
             self._make_outer_step()
 
@@ -147,13 +136,15 @@ class LocalRounds(RunPart):
     def after_batch(self) -> None:
         """End the round if it is over, or if the run is to stop.
 
-        Each rank's watchdog learns of a signal that any rank has received. The ranks of an island then agree on a step
-        and go to the outer step, where they meet the other islands.
+        The watchdog of each rank learns of a signal that any rank has received. The ranks of an island then agree on
+        the step after which they go to the outer step, where they meet the other islands.
         """
         if not self._has_stepped:
             return
         self._has_stepped = False
-        stops = self._stop_signal() if self.of_island is None else self.of_island.all_stop_by
+        stops = 0 if self.signals is None else self.signals.stop_signal
+        if self.of_island is not None:
+            stops = self.of_island.all_stop_by
         if self._num_steps >= self.option.steps or stops:
             self.exchange.stop_signal = self.exchange.stop_signal or stops
             self._end_round(MessageKind.OUTER_STEP)
@@ -177,7 +168,7 @@ class LocalRounds(RunPart):
         assert outer is not None
         began_at = time.monotonic()
         with self.progress.during(OUTER_STEP):
-            # Whatever is raised below, nobody shall try again.
+            # Reset first, so that an error below does not lead to another attempt.
             has_trained, self._num_steps, self._num_trained = self._num_trained > 0, 0, 0
             nonfinite = outer.nonfinite() if has_trained else []
             sums = self._checksums_of(list(self._untrained))
@@ -188,14 +179,14 @@ class LocalRounds(RunPart):
                 full_weight=bool(nonfinite),
                 trainable=zlib.crc32(repr((outer.names, updated)).encode()),
             )
-            told = self.exchange.receive()
-            if told.least.trainable != told.greatest.trainable:
+            received = self.exchange.receive()
+            if received.least.trainable != received.greatest.trainable:
                 updated = self._updated_anywhere(outer.names, updated)
-            if told.weight == 0:
+            if received.weight == 0:
                 self._are_equal = True
                 return
-            left_out = self._handle_nonfinite(nonfinite, outer) if told.full_weight else set()
-            num_counted = round(told.weight / self.islands.own.world_size) - len(left_out)
+            left_out = self._handle_nonfinite(nonfinite, outer) if received.full_weight else set()
+            num_counted = round(received.weight / self.islands.own.world_size) - len(left_out)
             counts = has_trained and self.islands.index not in left_out
             share = self.islands.number / num_counted if counts else 0.0
             num_bytes = 0
@@ -204,7 +195,7 @@ class LocalRounds(RunPart):
                 if self.broadcasts_buffers:
                     average(list(self._replicas.buffers().values()), self.islands, share=share)
             else:
-                outer.go_back()
+                outer.restore_global_weights()
                 share = 1.0
             if updated:  # (Note: averaged models)
                 average([self._replicas.parameters[name] for name in updated], self.islands, share=share)
@@ -213,12 +204,12 @@ class LocalRounds(RunPart):
             seconds = time.monotonic() - began_at
             self._stats.outer_steps.append(OuterStepStats(self.trainer.global_step, seconds, num_bytes))
         every = self.replica_checks.every_n_steps
-        # By outer steps, of which all ranks have seen as many.
+        # Outer steps are counted, because all ranks have taken the same number of them.
         if every and self._stats.num_outer_steps % -(-every // self.option.steps) == 0:
             self.compare(when=f"after {pluralize(self._stats.num_outer_steps, 'outer step')}")
 
     def _updated_anywhere(self, trained: list[str], updated: list[str]) -> list[str]:
-        """Return what is `updated` on some rank: one may be out of data. Raise if ranks train different parameters."""
+        """Return the names `updated` on any rank: one may be out of data. Raise if ranks train other parameters."""
         world = self.islands.world.host_group()
         by_rank = world.gather_json([trained, updated])
         if any(names != trained for names, _ in by_rank):
@@ -227,7 +218,7 @@ class LocalRounds(RunPart):
         return list(dict.fromkeys(name for _, names in by_rank for name in names))
 
     def _handle_nonfinite(self, names: list[str], outer: OuterStep) -> set[int]:
-        """Act, as `on_nonfinite` says, on weights that are not finite somewhere; return the islands to leave out."""
+        """Apply `on_nonfinite` to weights that are non-finite on some rank; return the islands to leave out."""
         by_rank = self.islands.world.host_group().gather_json(names)
         ranks = [rank for rank, found in enumerate(by_rank) if found]
         islands = {index for index, members in enumerate(self.islands.members) if set(members) & set(ranks)}
@@ -237,7 +228,7 @@ class LocalRounds(RunPart):
         found = f"{found} {list_names(all_names)} on {list_ranks(of_islands)}"
         response = self.config.on_nonfinite
         if response == "raise":
-            outer.go_back()
+            outer.restore_global_weights()
             raise NonFiniteError(
                 f"N{found[1:]}. All ranks have the weights of the last outer step again. Clip gradients or lower the"
                 " learning rate; or pass `on_nonfinite='skip'` to the strategy to leave such ranks out."
@@ -255,7 +246,7 @@ class LocalRounds(RunPart):
         return islands if response == "skip" else set()
 
     def _reset_nonfinite_state(self) -> None:
-        """Have optimizers begin anew with parameters for which they keep what is not finite."""
+        """Reset the optimizer state of parameters for which it is non-finite."""
         for optimizer in self.trainer.strategy.optimizers:
             for param, state in list(optimizer.state.items()):
                 tensors = [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
@@ -263,7 +254,7 @@ class LocalRounds(RunPart):
                     del optimizer.state[param]
 
     def _average_models(self) -> None:
-        """Average what callbacks keep as averages of this island's weights (Note: averaged models)."""
+        """Average the averages of this island's weights that callbacks keep (Note: averaged models)."""
         if self._have_averaged:
             return
         self._have_averaged = True
@@ -278,7 +269,7 @@ class LocalRounds(RunPart):
     def compare(self, *, when: str) -> bool:
         parameters = self._replicas.parameters
         if not self._are_equal:
-            return False  # an error has ended the round
+            return False  # an error has interrupted the round
         has_differed = self._checks.compare(lambda: training_state(parameters, []), when=when)
         if has_differed and self._outer is not None:
             self._outer.take_weights()
@@ -290,18 +281,18 @@ class LocalRounds(RunPart):
         return f"{steps} between {self.islands.describe()}: {stats.outer_bytes / MIB:.1f} MiB and {seconds:.1f} s"
 
     def install(self, base: type) -> None:
-        """Have the Trainer say when batches, epochs and validations begin and end; `base` is its class of callbacks."""
+        """Add a callback to the Trainer that ends rounds; `base` is its class of callbacks."""
         hooks = {
             "on_train_batch_end": lambda *_: self.after_batch(),
             "on_validation_start": lambda *_: self.share_weights(MessageKind.OUTER_STEP),
             "on_train_epoch_end": lambda *_: self.share_weights(MessageKind.OUT_OF_DATA),
         }
         self._callback = type("EndsRounds", (base,), hooks)()
-        # The first of all: the others look at weights.
+        # It comes first, because other callbacks read weights.
         self.trainer.callbacks.insert(0, self._callback)  # type: ignore[attr-defined]
 
     def close(self) -> bool:
-        """Exchange no more; return whether connections may be closed."""
+        """Stop exchanging; return whether connections may be closed."""
         self.trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
         self._reduction.close()
         if self._outer is not None:
@@ -309,7 +300,7 @@ class LocalRounds(RunPart):
         return self.exchange.close()
 
     def gather_state(self, precision: Any) -> dict[str, Any] | None:
-        """Return what goes into a checkpoint, on rank zero; None: nothing. All ranks must call this."""
+        """Return the state for a checkpoint, on rank zero; None: there is none. All ranks must call this."""
         if self._outer is None:
             return None
         scaler = scaler_of(precision)
@@ -318,17 +309,16 @@ class LocalRounds(RunPart):
             "scaler": None if scaler is None else scaler.state_dict(),
         }
         momentum = self._outer.gather_momentum() if self.islands.index == 0 else {}
-        # The first rank of each island has all of it.
+        # The first rank of each island has all of its state. Lightning saves that of the first island.
         islands = gather_to_rank_zero(of_island, self.islands.peers) if self.islands.own.rank == 0 else None
-        # Lightning saves that of the first island.
         return {"momentum": momentum, "other_islands": None if islands is None else islands[1:]}
 
     def take_state(self, checkpoint: Mapping[str, Any], precision: Any) -> Mapping[str, Any]:
-        """Go on from `checkpoint`; return it with the state that the optimizers of this rank had there."""
+        """Restore from `checkpoint`; return it with the optimizer state of this island."""
         state = checkpoint.get("bucketddp", {}).get("local_steps", {})
         self._restored_momentum = dict(state.get("momentum", {}))
         others = state.get("other_islands", [])
-        # Where there were fewer islands, states are dealt out in turn.
+        # If there were fewer islands, several take the same state.
         position = self.islands.index % (len(others) + 1)
         if position == 0:
             return checkpoint

@@ -1,12 +1,11 @@
 """Going on from the newest intact checkpoint of a run, when its program is started again.
 
 Note: what a run is
-    A second start has nothing in common with the first but what the user has written down. So a run is known by the
-    command (script and arguments), the class of the module, the names and shapes of its parameters, hyperparameters
-    that were saved, and the `ModelCheckpoint`s with the directory and name that the user gave them, before Lightning
-    adds the version of a logger; all under one `default_root_dir`. A program may fit several times with all of this
-    alike, as in a cross-validation: then it is also the number of such fits that have ended before. The number of ranks
-    does not count: who starts a run again may have fewer.
+    A run is identified by what is the same when its program is started again: the command (script and arguments), the
+    class of the module, the names and shapes of its parameters, hyperparameters that were saved, and the
+    `ModelCheckpoint`s with the directory and name that the user gave them, before Lightning adds the version of a
+    logger; all under one `default_root_dir`. If a program fits several times with all of this alike, as in a
+    cross-validation, the number of such fits that have ended before counts as well. The number of ranks does not.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ if TYPE_CHECKING:
 class AutoResume:
     """Finds the checkpoints of a run again (Note: what a run is), if it `is_on`."""
 
-    # Of this program, by what they have in common: a run, and where it is.
+    # In this program, by run and `default_root_dir`.
     num_fits_ended: ClassVar[Counter[tuple[str, str]]] = Counter()
-    # As the user gave them: Lightning puts others in their place.
+    # The directories of `ModelCheckpoint`s as the user gave them, which Lightning replaces.
     _directories: ClassVar[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 
     def __init__(self, *, is_on: bool) -> None:
@@ -65,11 +64,11 @@ class AutoResume:
         self._is_over = False
         self._is_restart = False
         self._has_checkpoint = False
-        self.has_saved = False  # a checkpoint, since somebody has last looked
+        self.has_saved = False  # a checkpoint, since `Restarts` has last asked
 
     @contextmanager
     def launched(self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
-        """Note the arguments of a `fit`, which runs inside."""
+        """Identify the run of a `fit`, which is launched inside, by its arguments."""
         if not self._is_on or trainer is None or trainer.state.fn != "fit":
             yield
             return
@@ -88,7 +87,7 @@ class AutoResume:
     def _describe_run(self, trainer: Any, arguments: Mapping[str, Any]) -> str:
         module = arguments["model"]
         data = [arguments.get("datamodule"), arguments.get("train_dataloaders")]
-        # Where a notebook's kernel was started is another file each time.
+        # In a notebook, the arguments name another connection file each time.
         script, *given = ("", "") if hasattr(sys, "ps1") else sys.argv or ("",)
         run = {
             "command": [os.path.realpath(script) if os.path.isfile(script) else script, *given],
@@ -97,16 +96,16 @@ class AutoResume:
                 (name, None if torch.nn.parameter.is_lazy(param) else list(param.shape))
                 for name, param in module.named_parameters()
             ],
-            "hyperparameters": [plain(getattr(it, "hparams_initial", None)) for it in (module, *data)],
+            "hyperparameters": [getattr(it, "hparams_initial", None) for it in (module, *data)],
             "checkpoints": [
                 (it.state_key, str(self._directories.setdefault(it, it.dirpath)), str(it.filename))
                 for it in trainer.checkpoint_callbacks
                 if hasattr(it, "dirpath")
             ],
         }
-        return hashlib.sha256(json.dumps(run).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(run, default=plain, skipkeys=True).encode()).hexdigest()[:16]
 
-    def begin(self, trainer: Trainer, collectives: Collectives, *, is_first_of_host: bool) -> None:
+    def begin(self, trainer: Any, collectives: Collectives, *, is_first_of_host: bool) -> None:
         """Choose what a fit begins with, and have the Trainer load it. All ranks must call this."""
         if not self._is_on:
             return
@@ -114,14 +113,14 @@ class AutoResume:
         if trainer.state.fn != "fit":
             return
         self._record, self._is_over = None, False
-        if finders := [callback for callback in _callbacks(trainer) if ends_by_search(callback) is not None]:
+        if finders := [callback for callback in trainer.callbacks if ends_by_search(callback) is not None]:
             if all(ends_by_search(finder) for finder in finders):
                 return  # a tuner's fit, which ends before the first step that counts
             raise ValueError(
                 f"`auto_resume=True` and the callback `{type(finders[0]).__name__}` do not go together: it searches"
                 " again after resuming, and Lightning then forgets what it has loaded. Search with a `Tuner` first."
             )
-        # A rank that takes the place of another does not know of a restart.
+        # A new process that replaces a rank does not know of the restart.
         root, name, self._is_restart, self._is_path_given = collectives.broadcast_json(
             [_absolute(trainer.default_root_dir), self._name, self._is_restart, self._is_path_given]
         )
@@ -133,10 +132,10 @@ class AutoResume:
         self._has_checkpoint = chosen is not None
         if self._is_restart and chosen is None:
             raise RuntimeError(f"`max_restarts`: no checkpoint of this run under `{root}` is intact, to go on from.")
-        told = _describe_choice(self._record, chosen, root, trainer) if collectives.rank == 0 else None
-        self._is_over, loggers = collectives.broadcast_json(told)
+        choice = _log_choice(self._record, chosen, root, trainer) if collectives.rank == 0 else None
+        self._is_over, loggers = collectives.broadcast_json(choice)
         if self._is_over:
-            # Also where its last checkpoint is older than what the fit must do at least.
+            # Also where the last checkpoint has fewer steps or epochs than the minimum of the fit.
             trainer.should_stop = True
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
         if chosen is not None:
@@ -162,9 +161,9 @@ class AutoResume:
         if self._record is not None and not self._has_checkpoint:
             trainer.save_checkpoint(self._record.start_path)
 
-    def started(self, trainer: Trainer) -> None:
+    def forget_path(self, trainer: Trainer) -> None:
+        """Let `ModelCheckpoint` remove the checkpoint that was found, which is one of this run."""
         if self._record is not None and not self._is_path_given:
-            # Where `ModelCheckpoint` would keep it for good. It is a checkpoint of this run like others.
             trainer.ckpt_path = None
 
     def add(self, path: Any, checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
@@ -173,14 +172,12 @@ class AutoResume:
         if self._record is not None and "optimizer_states" in checkpoint and not is_hidden:
             if str(path) != self._record.start_path:
                 self._record.remove_start()
-            self._record.add(
-                _absolute(path),
-                step=checkpoint["global_step"],
-                epoch=checkpoint["epoch"],
-                # Others do not know them: after a failure one of them may save.
-                loggers=_describe_loggers(trainer) if trainer.global_rank == 0 else None,
-                is_over=self._is_over,
-            )
+            loggers: Loggers | None = None
+            if trainer.global_rank == 0:  # others, which may save after a failure, do not know the versions
+                versions = [(type(logger).__name__, logger.version) for logger in trainer.loggers]
+                loggers = [(kind, version if isinstance(version, int | str) else None) for kind, version in versions]
+            step, epoch = checkpoint["global_step"], checkpoint["epoch"]
+            self._record.add(_absolute(path), step=step, epoch=epoch, loggers=loggers, is_over=self._is_over)
             self.has_saved = True
 
     def remove(self, path: Any) -> None:
@@ -194,20 +191,12 @@ class AutoResume:
         if self._record is not None:
             self._record.remove_start()
             seconds, may_last = _time(trainer)
-            self._record.set_end(
-                RunEnd(
-                    step=trainer.global_step,
-                    num_epochs=epoch_progress(trainer).current.processed,
-                    seconds=seconds,
-                    was_stopped=trainer.should_stop and seconds < may_last,
-                )
-            )
+            num_epochs, was_stopped = epoch_progress(trainer).current.processed, trainer.should_stop
+            self._record.set_end(RunEnd(trainer.global_step, num_epochs, seconds, was_stopped and seconds < may_last))
 
 
-def _describe_choice(
-    record: RunRecord, chosen: SavedCheckpoint | None, root: str, trainer: Trainer
-) -> tuple[bool, Loggers]:
-    """Log what is done; return whether the run is over, and which loggers it had."""
+def _log_choice(record: RunRecord, chosen: SavedCheckpoint | None, root: str, trainer: Trainer) -> tuple[bool, Loggers]:
+    """Log where the fit begins; return whether the run is over, and which loggers it had."""
     if chosen is None:
         others = record.num_other_runs()
         advice = f" ({pluralize(others, 'other run')} left some)" if others else ""
@@ -227,60 +216,54 @@ def _describe_choice(
 
 
 def _is_over(end: RunEnd, trainer: Trainer) -> bool:
-    """Return whether a run that has come to `end` has nothing left to do: it may have got more steps since."""
+    """Return whether a run that has ended at `end` has nothing left to do: its limits may have been raised."""
     limits = [(end.step, trainer.max_steps), (end.num_epochs, trainer.max_epochs), (end.seconds, _time(trainer)[1])]
     return end.was_stopped or any(limit not in (-1, None) and reached >= limit for reached, limit in limits)
 
 
-def _time(trainer: Trainer) -> tuple[float, float]:
-    """Return how many seconds a `Timer` has counted, and how many it lets a run last."""
-    timers = [callback for callback in _callbacks(trainer) if hasattr(callback, "time_remaining")]
+def _time(trainer: Any) -> tuple[float, float]:
+    """Return how many seconds a `Timer` has counted, and its limit."""
+    timers = [callback for callback in trainer.callbacks if hasattr(callback, "time_remaining")]
     limits = [timer.time_elapsed() + left for timer in timers if (left := timer.time_remaining()) is not None]
     return max((timer.time_elapsed() for timer in timers), default=0.0), min(limits, default=math.inf)
 
 
-def _continue_loggers(trainer: Trainer, saved: Loggers, *, writes: bool) -> None:
-    """Have loggers go on where they were, unless the user says where."""
+def _continue_loggers(trainer: Any, saved: Loggers, *, writes: bool) -> None:
+    """Have loggers continue their earlier versions, unless the user names others."""
     for logger, (kind, version) in zip(trainer.loggers, saved, strict=False):
         if type(logger).__name__ != kind or version is None or not continue_logger(logger, version):
             continue
         if writes and any(base.__name__ == "CSVLogger" for base in type(logger).__mro__):
             _reopen_csv(logger)
-    for callback in _callbacks(trainer):
+    for callback in trainer.callbacks:
         if hasattr(callback, "config_filename"):
-            callback.overwrite = True  # `LightningCLI` saves its configuration there, and raises if it has before
+            callback.overwrite = True  # `LightningCLI` raises if its configuration is in that directory already
 
 
 def _reopen_csv(logger: Any) -> None:
-    """Have a `CSVLogger` add to its file, which it would remove."""
+    """Have a `CSVLogger` append to its file, which it would remove."""
     filesystem, path = url_to_fs(os.path.join(logger.log_dir, "metrics.csv"))
     if not filesystem.isfile(path):
         return
     filesystem.mv(path, f"{path}.kept")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it would
+        warnings.simplefilter("ignore")  # about files in its directory
         writer = logger.experiment
     filesystem.mv(f"{path}.kept", path)
     with filesystem.open(path, "r", newline="") as file:
         writer.metrics_keys = next(csv.reader(file))
 
 
-def _describe_loggers(trainer: Trainer) -> Loggers:
-    versions = [(type(logger).__name__, logger.version) for logger in trainer.loggers]
-    return [(kind, version if isinstance(version, int | str) else None) for kind, version in versions]
-
-
 def _agree(record: RunRecord, collectives: Collectives, *, checks_files: bool) -> SavedCheckpoint | None:
     """Return the newest checkpoint that is intact on every host, or None. All ranks must call this."""
-    found = [asdict(saved) for saved in record.newest_first()] if collectives.rank == 0 else None
-    candidates = [SavedCheckpoint(**entry) for entry in collectives.broadcast_json(found)]
-    for candidate in candidates:
+    entries = [asdict(saved) for saved in record.newest_first()] if collectives.rank == 0 else None
+    for candidate in [SavedCheckpoint(**entry) for entry in collectives.broadcast_json(entries)]:
         is_there = candidate.is_there()
-        # Reads all of it, once on each host. What is missing on rank zero may be damaged, or replaced.
-        looks = checks_files and (is_there or collectives.rank == 0)
-        told = collectives.gather_json([is_there, candidate.damage() if looks else None])
-        without = [rank for rank, (is_on_rank, _) in enumerate(told) if not is_on_rank]
-        problem = next((problem for _, problem in told if problem is not None), None)
+        # One rank of each host reads the whole file. Rank zero also finds out why it does not have it.
+        reads = checks_files and (is_there or collectives.rank == 0)
+        found = collectives.gather_json([is_there, candidate.damage() if reads else None])
+        without = [rank for rank, (is_on_rank, _) in enumerate(found) if not is_on_rank]
+        problem = next((problem for _, problem in found if problem is not None), None)
         if problem is None and not without:
             return candidate
         if problem is None and 0 not in without:
@@ -290,35 +273,26 @@ def _agree(record: RunRecord, collectives: Collectives, *, checks_files: bool) -
     return None
 
 
-def _callbacks(trainer: Trainer) -> list[Any]:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
-
-
 def _absolute(path: Any) -> str:
     return str(path) if "://" in str(path) else os.path.abspath(path)
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON has it; what an object of another kind is, but not what it holds."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
+    """Return what `json.dumps` shall write for a `value` that it does not know: of other objects only the class."""
     if type(value).__module__.startswith("omegaconf."):
-        from omegaconf import OmegaConf  # as the user has it; what it refers to may be the time of day
+        from omegaconf import OmegaConf
 
-        return plain(OmegaConf.to_container(value, resolve=False))
+        return OmegaConf.to_container(value, resolve=False)  # references may change, such as one to the time of day
     if isinstance(value, Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, Namespace):
-        value = vars(value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
+        return vars(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return dict(value)
     if isinstance(value, set | frozenset):
-        return sorted(str(plain(item)) for item in value)
+        return sorted(json.dumps(item, default=plain) for item in value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     kind = value if isinstance(value, type) or hasattr(value, "__qualname__") else type(value)

@@ -1,10 +1,8 @@
-"""What the strategies for the Trainer and for Fabric have in common: options, the start of a run, and its end."""
+"""The base of the strategies for the Trainer and for Fabric: options, the start of a run, and its end."""
 
 from __future__ import annotations
 
-import inspect
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +23,7 @@ from lightning_bucketddp.comm.connections import SETTINGS, gloo_interface, more_
 from lightning_bucketddp.comm.process_group import surviving_nccl, tried_nccl
 from lightning_bucketddp.config import NAME_OF_DTYPE, ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.faults.signals import StopSignals
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.reducer import quantization, reduction
 from lightning_bucketddp.reducer.reducer import Reducer
@@ -41,21 +40,19 @@ from lightning_bucketddp.strategies.options import (
     StrategyOptions,
     check_devices,
     option_defaults,
-    refuse_unknown,
-    takes_any_option,
 )
 from lightning_bucketddp.wording import list_names, pluralize
 
 _EXCHANGED_WITHIN_S = 0.5
-# A thread that is in one of them waits for other ranks. None of them calls functions of the user.
+# A thread that is in one of these files waits for other ranks. None of them calls functions of the user.
 _FILES_OF_WAITS = (
     *files_of_collectives(),
     *(str(module.__file__) for module in (reduction, quantization, sharded_bucket, torch.futures)),
 )
-# At its time-out NCCL ends the process without a word. Ours comes first: it names the rank that is behind, and lets
-# callbacks save.
+# At its time-out NCCL ends the process without a message. Our time-out comes before it, names the rank that is behind,
+# and lets callbacks save.
 _LAST_RESORT = timedelta(seconds=15)
-# Options that the line at the start does not list: objects of Lightning, and what it says in words.
+# Options that the log line at the start does not list: objects of Lightning, and what the line describes in words.
 _NOT_LISTED = {
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "precision"),
     *("process_group_backend", "start_method", "overlap", "reduce_dtype", "ddp_comm_hook"),
@@ -65,22 +62,19 @@ _NOT_LISTED = {
 class StrategyBase:
     """Checks options, has all ranks meet before any waits in a collective, and ends a run on all of them."""
 
-    # Set by `bindings/`: classes and functions that each root of Lightning has for itself.
+    # Set by `bindings/`: the classes and functions that differ between the roots of Lightning.
     root: ClassVar[Any]
-    __signature__: ClassVar[inspect.Signature]
-    # What was given and is not the default, for a class of another root of Lightning.
-    given_options: dict[str, Any]
-    # None: none was given, and nobody has asked for it.
+    # The checkpoint plugin; None: the user gave none, and ours is not made yet.
     _io: Any = None
 
-    # Set in a process that has started the ranks and is none: its weights are old.
+    # Set in a process that has started the ranks and is not one of them: its weights are old.
     trains_elsewhere: bool = False
-    # Set when the weights may have been changed by gradients that were not whole (Note: partial step).
+    # Set when the weights may have been changed by partial gradients (Note: partial step).
     has_partial_step: bool = False
     # `max_restarts`; None: a failure ends the run.
     restarts: Any = None
-    # Where the ranks have met, if they may have to meet again; and which of them, by the numbers that they were
-    # launched with, if not all. Of the process: a program may have several Trainers.
+    # The store where the ranks have met, if they may have to meet again; and the members by their launched ranks,
+    # if some are missing. They belong to the process, because a program may have several Trainers.
     store: ClassVar[Any] = None
     members: ClassVar[list[int] | None] = None
     if TYPE_CHECKING:
@@ -96,26 +90,9 @@ class StrategyBase:
 
         def _active_reducers(self) -> list[Reducer]: ...
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # Python 3.10 would show the signature of `__new__` below to whoever inspects the class.
-        of_init = inspect.signature(cls.__init__)
-        cls.__signature__ = of_init.replace(parameters=list(of_init.parameters.values())[1:])
-
-    def __new__(cls, *args: Any, **options: Any) -> Any:
-        defaults = option_defaults(cls.__init__)
-        if not takes_any_option(cls.__init__):
-            refuse_unknown(cls, options, known=list(defaults))
-        strategy = super().__new__(cls)
-        given = {**dict(zip(defaults, args, strict=False)), **options}
-        strategy.given_options = {
-            name: value for name, value in given.items() if name in defaults and value != defaults[name]
-        }
-        return strategy
-
     def make_again(self) -> None:
         """Initialise this strategy, which was made for a Trainer, as the class that it is now."""
-        options = {**self.given_options, "start_method": self._start_method}
+        options = {**self.options.given, "start_method": self._start_method}
         for name in options.keys() - option_defaults(type(self).__init__).keys():
             raise TypeError(
                 f"`{name}` is an option of `BucketDDPStrategy` for the Trainer, and is not available with Fabric."
@@ -123,10 +100,9 @@ class StrategyBase:
             )
         vars(self).clear()
         self.__init__(**options)  # type: ignore[misc]
-        self.given_options = options
 
     def _take_options(self, arguments: dict[str, Any]) -> None:
-        """Validate the `arguments` of `__init__`, and have ready what a run begins with."""
+        """Validate the `arguments` of `__init__`, and set the attributes that a run begins with."""
         self.options = options = StrategyOptions.of(arguments)
         self.config: ReducerConfig = options.reducer
         self._collectives: Collectives | None = None
@@ -144,8 +120,10 @@ class StrategyBase:
     def _start_together(self) -> None:
         """Make the process group, once all ranks are there."""
         check_devices(self.root_device, *self.options.torch_devices)
+        listener = self.launcher.take_listener() if isinstance(self.launcher, HoldsPort) else None
         if torch.distributed.is_initialized():
-            self._take_listener(port=None)
+            if listener is not None:
+                listener.close()
             return
         environment = self.cluster_environment
         point = StoreAddress(
@@ -162,9 +140,11 @@ class StrategyBase:
         timeout_s = self.options.timeouts.start_s
         rendezvous = self.restarts.rendezvous(point) if is_restart else Rendezvous(point, timeout_s=timeout_s)
         launched = ChildProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
-        listener = self._take_listener(port=point.port if point.is_host else None)
+        if listener is not None and not (point.is_host and listener.getsockname()[1] == point.port):
+            listener.close()
+            listener = None
         backend, timeout = self._get_process_group_backend(), self._timeout
-        # A new process begins with the first fit of the program.
+        # A new process would begin with the first fit of the program, so processes are replaced in the first one only.
         of_failed_run = tuple(getattr(self.launcher, "children", ())) if is_restart and not point.num_fits else ()
 
         def find_failure() -> str | None:
@@ -184,16 +164,7 @@ class StrategyBase:
             device = None if self.root_device.type == "cpu" else self.root_device
             of_group = {"store": store, "timeout": timeout, "device_id": device}
             with self._nccl_settings(backend, store, point), gloo_interface(on_one_host=self._is_on_one_host):
-                # Lightning's, which does what else belongs to it.
                 self.root.init_dist_connection(environment, backend, point.rank, point.world_size, **of_group)
-
-    def _take_listener(self, *, port: int | None) -> socket.socket | None:
-        """Return the socket that the launcher has opened for rank 0, if it is at `port`; otherwise close it."""
-        listener = self.launcher.take_listener() if isinstance(self.launcher, HoldsPort) else None
-        if listener is not None and listener.getsockname()[1] != port:
-            listener.close()
-            return None
-        return listener
 
     @contextmanager
     def _nccl_settings(
@@ -202,7 +173,7 @@ class StrategyBase:
         store: torch.distributed.Store,  # type: ignore[name-defined]
         point: StoreAddress,
     ) -> Iterator[None]:
-        """Set what NCCL reads while the group is made in the block; connect the group where that reads some of it."""
+        """Set the variables that NCCL reads while the group is made inside; connect the group if it reads them then."""
         if "nccl" not in backend:
             yield
             return
@@ -227,11 +198,30 @@ class StrategyBase:
         return Collectives(self.root_device, timeout=self._timeout, on_one_host=self._is_on_one_host)
 
     def _log_start(self, reducer: Reducer | None = None) -> None:
-        """Say what was chosen, unless the last run of this strategy began with the same."""
+        """Log what was chosen, unless the last run of this strategy began with the same line."""
         line = _describe_start(self, backend=self._get_process_group_backend(), reducer=reducer)
         if line != self._start_line:
             self._start_line = line
             rank_zero_info(line)
+
+    @property
+    def accelerator(self) -> Any:
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        # A Trainer or Fabric sets this first. The class of the accelerator shows which root of Lightning it is from.
+        self.root.follow_root(self, accelerator)
+        self._accelerator = accelerator
+
+    @property
+    def signals(self) -> StopSignals | None:
+        return None if self._fault_handler is None else self._fault_handler.signals
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return this JSON value of every rank, by rank."""
+        assert self._collectives is not None  # a run has begun
+        return self._collectives.gather_json(value)
 
     @property
     def global_rank(self) -> int:
@@ -243,7 +233,7 @@ class StrategyBase:
         return super().world_size if self.members is None else len(self.members)  # type: ignore[misc]
 
     def end_run(self) -> None:
-        """Call when what was launched has ended well, and no progress bar is on the screen any more."""
+        """Do what follows a launch that has ended well, when no progress bar is on the screen any more."""
 
     @property
     def differs_by_design(self) -> bool:
@@ -272,7 +262,7 @@ class StrategyBase:
         sharded = None if self.shards is None else self.shards.of(optimizer)
         if sharded is None:
             return None
-        # Without the other ranks it cannot be had: see `has_lost_shards`.
+        # Without the other ranks it cannot be gathered (`has_lost_shards`).
         return {} if self.has_lost_shards else gather_optimizer_state(sharded)
 
     @property
@@ -316,12 +306,17 @@ class StrategyBase:
         self._fault_handler.begin()
         return self._fault_handler
 
+    def _end_watching(self) -> None:
+        if self._fault_handler is not None:
+            self._fault_handler.end()
+            self._fault_handler = None
+
     def directory_to_save_in(self) -> str | None:
         """Return where this run saves if it fails; None: nowhere, or on no disk."""
         return None
 
     def note_partial_step(self) -> None:
-        """See whether an abort will leave an exchange of gradients on the device half done (Note: partial step)."""
+        """Note whether an abort will interrupt an exchange of gradients on the device (Note: partial step)."""
         deadline = time.monotonic() + _EXCHANGED_WITHIN_S
         reducers = self._active_reducers()
         while not all(reducer.has_exchanged for reducer in reducers) and time.monotonic() < deadline:
@@ -329,16 +324,11 @@ class StrategyBase:
         self.has_partial_step |= not all(reducer.has_exchanged for reducer in reducers)
 
     def release_graphs(self) -> None:
-        """Let go of CUDA graphs with collectives in them, in another thread than the one that trains."""
-
-    def _end_watching(self) -> None:
-        if self._fault_handler is not None:
-            self._fault_handler.end()
-            self._fault_handler = None
+        """Release CUDA graphs that hold collectives. Another thread than the one that trains may call this."""
 
     @contextmanager
     def ending_all_ranks(self, *reducers: Reducer) -> Iterator[None]:
-        """Run a backward of `reducers` inside; if it raises, all ranks end at once, even if a user catches that."""
+        """Run a backward of `reducers` inside; if it raises, all ranks end, even if a user catches the error."""
         try:
             yield
         except BaseException as error:
@@ -347,7 +337,7 @@ class StrategyBase:
             raise
 
     def explain_own_gradients(self, optimizer: Optimizer, *, remedy: str) -> str | None:
-        """Return why `optimizer` should not step with the gradients that it has; None: all of them are averaged."""
+        """Return why `optimizer` should not step with its gradients; None: all of them are averaged."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         names = [name for reducer in self._active_reducers() for name in reducer.own_gradients(params)]
         if not names:
@@ -365,13 +355,12 @@ class StrategyBase:
         elif self._fault_handler is not None:
             instead = self._fault_handler.end_by(error, sigterm_exception=self.root.sigterm_exception)
             if instead is not None:
-                # Not "from" the error, which is nothing but a connection that broke.
-                raise instead from None
+                raise instead from None  # the error itself is only a connection that broke
 
 
 def _describe_start(strategy: StrategyBase, *, backend: str, reducer: Reducer | None) -> str:
     """Return what was chosen for a run; without a `reducer` it is not known yet what will train."""
-    options, given, num_nodes = strategy.options, strategy.given_options, strategy._num_nodes
+    options, given, num_nodes = strategy.options, strategy.options.given, strategy._num_nodes
     ranks = pluralize(strategy.world_size, "rank") + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
     started = "" if options.start_method == "popen" else f", started by {options.start_method}"
     parts = [f"{ranks} ({backend}{started})"]

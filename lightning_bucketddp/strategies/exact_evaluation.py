@@ -1,11 +1,11 @@
-"""Evaluation in which every sample counts once: what Lightning would pad is divided by us.
+"""Evaluation in which every sample counts once, where Lightning would repeat some.
 
 Note: all samples first
-    Lightning gives each rank a `DistributedSampler`, which repeats samples until all ranks have as many. It asks the
-    strategy how many ranks there are. For evaluation we say one: its sampler then gives every sample, in the order that
-    one process would see, also through a batch sampler of the user's. Of that, `data/evaluation` takes this rank's
-    part. What Lightning leaves alone (a sampler that is distributed already, `use_distributed_sampler=False`, a
-    stream) we never see.
+    Lightning gives each rank a `DistributedSampler`, which repeats samples until all ranks have the same number. It
+    takes the number of ranks from the strategy, which answers one for evaluation: the sampler then gives every sample,
+    in the order of one process, also through a batch sampler of the user. Of these `data/evaluation` takes those of
+    this rank. Data that Lightning does not divide (a sampler that is distributed already,
+    `use_distributed_sampler=False`, a stream) stays as it is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class _Before:
-    """The states of a metric before the batch; of one that is new, or just being made, its defaults."""
+    """The states of a metric before the batch, or its defaults if it is new or still being made."""
 
     def __init__(self, metric: Metric, *, is_new: bool = False) -> None:
         self.metric = metric
@@ -55,7 +56,7 @@ class _Before:
         self._num_updates: int = 0 if is_new else vars(metric).get("_update_count", 0)
 
     def restore(self) -> None:
-        """Have the metric forget the batch."""
+        """Reset the metric to its states before the batch, in a form that all ranks can exchange."""
         from torchmetrics.utilities import dim_zero_cat
 
         metric = self.metric
@@ -69,10 +70,10 @@ class _Before:
 
 @contextmanager
 def rolled_back(logged: dict[str, Any], *, repeats: bool, keeps_own_values: bool) -> Iterator[None]:
-    """Take back what any metric of torchmetrics counts inside, those of `logged`, Lightning's results of an epoch, too.
+    """Undo the updates of all metrics of torchmetrics inside, and of `logged`, Lightning's results of an epoch.
 
-    `repeats`: otherwise only what a metric has computed, because other ranks take something back, and all compute anew.
-    `keeps_own_values`: but for what is logged for this rank alone, without `sync_dist`.
+    `repeats`: otherwise only drop computed values, because other ranks undo updates, and all compute again.
+    `keeps_own_values`: keep what is logged for this rank alone, without `sync_dist`.
     """
     from torchmetrics import Metric
 
@@ -92,7 +93,7 @@ def rolled_back(logged: dict[str, Any], *, repeats: bool, keeps_own_values: bool
         Metric.__setattr__ = set_attribute  # type: ignore[method-assign]
     before.update({id(result): _Before(result, is_new=True) for result in logged.values() if id(result) not in before})
     for states in before.values():
-        meta = getattr(states.metric, "meta", None)  # of what `self.log` keeps
+        meta = getattr(states.metric, "meta", None)  # of a result of `self.log`
         if not repeats:
             states.metric._computed = None
         elif not (keeps_own_values and meta is not None and not meta.sync.should):
@@ -104,9 +105,9 @@ def _copied(state: Any) -> Any:
 
 
 def _without_batch(after: Any, before: Any, *, is_joined: bool) -> Any:
-    """Return the state of a metric that was `before`, in the form that the batch has given it on all ranks.
+    """Return the state `before` of a metric, in the form that the batch has given it on other ranks.
 
-    `is_joined`: a list of more than one element is joined before ranks exchange it.
+    `is_joined`: a list of more than one element is concatenated before ranks exchange it.
     """
     if isinstance(after, list) and isinstance(before, list):
         is_joined = is_joined and len(after) > 1
@@ -118,26 +119,25 @@ def _without_batch(after: Any, before: Any, *, is_joined: bool) -> Any:
 
 
 def _emptied(value: Any, *, is_joined: bool) -> Any:
-    """Return what stands in a list for `value` that no longer counts, so that all ranks exchange as many elements."""
+    """Return an empty substitute for `value` in a list, so that all ranks exchange the same number of elements."""
     if isinstance(value, Tensor) and value.ndim == 0:
-        # Exchanged by itself it cannot be empty, and counts as it does with `ddp`.
+        # Exchanged by itself a scalar cannot be empty, and counts as it does with `ddp`.
         return value.reshape(1)[:0] if is_joined else value
     return value[:0] if isinstance(value, Tensor | list | tuple) else value
 
 
 class ExactEvaluation(RunPart):
-    """Divides the data that Lightning prepares for evaluation, takes back what is repeated, and gathers predictions."""
+    """Divides the data that Lightning prepares for evaluation, undoes repeated batches, and gathers predictions."""
 
     def __init__(self, trainer: Trainer, collectives: Collectives, options: StrategyOptions) -> None:
         self._trainer = trainer
         self._collectives = collectives
         self._options = options
         self._part = Part(collectives.rank, collectives.world_size, common_seed(collectives))
-        # By dataloader of the prediction that runs.
-        self._are_divided: list[bool] = []
+        self._are_divided: list[bool] = []  # by dataloader of the current prediction
         self._gives_all = False
         self._was_asked = False
-        # Nothing else tells what a sampler is for, and which batch of which loader a step is about.
+        # Lightning has no hooks that know the purpose of a sampler, or the batch and the loader of a step.
         self._replaced = ExitStack()
         self._replaced.callback(replace_preparation(trainer, self._prepare))
         val_loop = trainer.fit_loop.epoch_loop.val_loop
@@ -150,7 +150,7 @@ class ExactEvaluation(RunPart):
         self._replaced.close()
 
     def sampler_kwargs(self) -> dict[str, Any] | None:
-        """Return what Lightning shall make the sampler with that it asks for; None: for this rank's data."""
+        """Return the arguments for Lightning's sampler; None: the usual ones, for this rank's data."""
         self._was_asked = True
         return {"num_replicas": 1, "rank": 0, "seed": self._part.seed} if self._gives_all else None
 
@@ -160,7 +160,7 @@ class ExactEvaluation(RunPart):
         try:
             loader = prepare(dataloader, shuffle, mode)
             if self._gives_all and self._was_asked:
-                # A prediction is put together again from whole batches.
+                # Gathered predictions are put in order by whole batches.
                 keeps_batches = self._options.gather_predictions and mode == "predict"
                 loader = divided(loader, self._part, keeps_batches=keeps_batches)
         finally:
@@ -170,23 +170,22 @@ class ExactEvaluation(RunPart):
     def _evaluation_step(
         self, loop: Any, run: Callable[..., None], batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any
     ) -> None:
-        repeated = [] if dataloader_iter is not None else _shares_repeated(loop, batch_idx, dataloader_idx)
-        if not repeated:
+        shares = _repeated_shares(loop, batch_idx, dataloader_idx, dataloader_iter)
+        if not shares:
             run(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
-        # One that has nothing of its own would log nan for itself, which callbacks of this rank compare.
-        has_nothing = all(share.num_own_batches == 0 for share in repeated)
-        repeats = _are_repeated_here(repeated, batch_idx)
+        # A rank without batches of its own would log nan for itself, which callbacks of this rank compare.
+        has_nothing = all(share.num_own_batches == 0 for share in shares)
+        repeats = all(batch_idx >= share.num_own_batches for share in shares)
         with rolled_back(logged_results(self._trainer), repeats=repeats, keeps_own_values=has_nothing):
             run(batch, batch_idx, dataloader_idx, dataloader_iter)
 
     def _predict_step(
         self, run: Callable[..., None], batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any
     ) -> None:
-        loop = self._trainer.predict_loop
-        repeated = [] if dataloader_iter is not None else _shares_repeated(loop, batch_idx, dataloader_idx)
-        if repeated and _are_repeated_here(repeated, batch_idx):
-            # For collectives in the step. Nobody could take back what others write who see it.
+        shares = _repeated_shares(self._trainer.predict_loop, batch_idx, dataloader_idx, dataloader_iter)
+        if shares and all(batch_idx >= share.num_own_batches for share in shares):
+            # The step runs for its collectives, without callbacks, which might write its predictions.
             predict_unseen(self._trainer, batch, batch_idx, dataloader_idx)
         else:
             run(batch, batch_idx, dataloader_idx, dataloader_iter)
@@ -194,7 +193,7 @@ class ExactEvaluation(RunPart):
     def begin_prediction(self) -> None:
         if self._options.gather_predictions:
             self._are_divided = divided_loaders(self._trainer.predict_loop)
-            # Lightning returns none where it has launched processes by itself.
+            # Lightning returns none where it has launched processes.
             if self._options.start_method != "popen":
                 return_predictions(self._trainer)
 
@@ -202,15 +201,14 @@ class ExactEvaluation(RunPart):
         loop = self._trainer.predict_loop
         if self._options.gather_predictions and loop.return_predictions:
             by_loader = [loop.predictions] if loop.num_dataloaders == 1 else loop.predictions
-            divided = [batches for batches, is_divided in zip(by_loader, self._are_divided, strict=True) if is_divided]
-            gather_predictions(divided, self._collectives)
+            gather_predictions(list(compress(by_loader, self._are_divided)), self._collectives)
 
 
 def divided_loaders(loop: Any) -> list[bool]:
     """Return for each dataloader of a prediction whether we have divided it; raise if the user's sampler has."""
     loaders = combined_loader(loop).flattened
     for number, loader in enumerate(loaders):
-        # Lightning's sampler that remembers the indices is beside it.
+        # The sampler in the batch sampler comes first: Lightning's, which remembers the indices, is beside it.
         sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
         if isinstance(sampler, DistributedSampler) and share_of(loader) is None:
             raise ValueError(
@@ -227,8 +225,10 @@ def divided_loaders(loop: Any) -> list[bool]:
     return are_divided
 
 
-def _shares_repeated(loop: Any, batch_idx: int, dataloader_idx: int) -> list[Any]:
-    """Return the shares of data that some rank repeats in a round; none: every rank has something of its own."""
+def _repeated_shares(loop: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> list[Any]:
+    """Return this rank's shares of the data in a step in which some rank repeats a batch; otherwise none."""
+    if dataloader_iter is not None:
+        return []
     combined = combined_loader(loop)
     # In other modes a step takes a batch of each loader that has one left.
     loaders = [combined.flattened[dataloader_idx]] if mode_of(combined) == "sequential" else combined.flattened
@@ -237,23 +237,18 @@ def _shares_repeated(loop: Any, batch_idx: int, dataloader_idx: int) -> list[Any
     return [] if is_whole else shares
 
 
-def _are_repeated_here(shares: list[Any], batch_idx: int) -> bool:
-    return all(batch_idx >= share.num_own_batches for share in shares)
-
-
 def common_seed(collectives: Collectives) -> int:
-    """Return the seed of rank zero; others may have been seeded in another way."""
-    seed = os.environ.get("PL_GLOBAL_SEED")
-    own = zlib.crc32(torch.default_generator.get_state().numpy().tobytes()) if seed is None else int(seed)
-    common: int = collectives.broadcast_json(own)
-    return common
+    """Return the seed of rank zero; other ranks may have another one."""
+    state = torch.default_generator.get_state().numpy().tobytes()
+    seed: int = collectives.broadcast_json(int(os.environ.get("PL_GLOBAL_SEED", zlib.crc32(state))))
+    return seed
 
 
 def gather_predictions(predictions: list[list[Any]], collectives: Collectives) -> None:
     """On rank zero, replace its own `predictions`, by dataloader and batch, by those of all ranks.
 
-    Rank r has made batches r, r + W, ... of each dataloader. They are sent one by one, so that rank zero holds the
-    result and never more than one batch beside it.
+    Rank r has batches r, r + W, ... of each dataloader. They are sent one by one, so that rank zero holds no more than
+    one batch besides the result.
     """
     hosts = collectives.host_group()
     nums_by_rank: list[list[int]] = hosts.gather_json([len(batches) for batches in predictions])
@@ -273,7 +268,7 @@ def gather_predictions(predictions: list[list[Any]], collectives: Collectives) -
 
 def _send(value: Any, hosts: Collectives) -> None:
     buffer = io.BytesIO()
-    # Of a view, torch would save all that it is a view of.
+    # Cloned, because torch would save the whole tensor of which one is a view.
     torch.save(apply_to_collection(value, Tensor, torch.clone), buffer)
     raw = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
     hosts.send(torch.tensor([raw.numel()]), destination=0)
@@ -290,6 +285,6 @@ def _receive(hosts: Collectives, *, source: int) -> Any:
         with safe_globals_allowed():
             return torch.load(buffer, weights_only=True)
     except pickle.UnpicklingError:
-        # An object of the user's. It comes from a process of the same run, which may do here what it likes anyway.
+        # An object of the user's. It comes from a process of the same run, which is trusted.
         buffer.seek(0)
         return torch.load(buffer, weights_only=False)

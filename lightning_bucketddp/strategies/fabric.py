@@ -59,7 +59,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         timeout: How long a collective may take: a `timedelta`, or a number of seconds.
         start_method: How the processes are started.
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
-            `auto`: sizes computed from what the first backwards have shown (docs/faster.md).
+            `auto`: sizes computed from measurements in the first backwards (docs/faster.md).
         overlap: Reduce gradients while backward still runs.
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
             `int8`: a quarter of the bytes of fp32, for slow networks (docs/slow-networks.md).
@@ -69,7 +69,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         async_checkpoints: Write checkpoints while training goes on. A failure is raised by the next save or load, or
             by `fabric.strategy.wait_for_checkpoints()`, which belongs at the end of the program.
         replica_checks: After how many steps the ranks compare their weights and optimizer state, beside the comparison
-            before each checkpoint; None: only then. `ReplicaChecks` also says what to do if they differ.
+            before each checkpoint; None: only then. A `ReplicaChecks` also sets what to do if they differ.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
             on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
         **ddp_options: Other keywords of torch's `DistributedDataParallel` (`DDPOptions`).
@@ -112,7 +112,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
 
     def setup_environment(self) -> None:
         if self._launcher is None:
-            self._configure_launcher()  # as Fabric does; it tells how ranks have ended
+            self._configure_launcher()  # as Fabric does; the launcher knows how ranks have ended
         super().setup_environment()
         self._set_world_ranks()
         self._start_together()
@@ -121,17 +121,17 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             self._progress.enter("the training loop")
             ending = self._begin_watching()
             ending.handle_end_of_program()
-            # Fabric does not say when a run is over.
+            # Fabric has no hook for the end of a run.
             weakref.finalize(self, ending.end)
         self._collectives = self._new_collectives()
-        # Not at the end of the process, which closes connections by itself and in which nobody may wait.
+        # Not at the end of the process, which closes connections anyway and must not wait.
         weakref.finalize(self, self._collectives.close_host_groups).atexit = False
         self.shards = self.new_shards()
         self._act_before_forward(self._collectives.world_size)
         self._log_start()
 
     def _act_before_forward(self, world_size: int) -> None:
-        # Fabric calls nothing of a strategy around a forward, but it enters this context of the precision's.
+        # Fabric has no hook of a strategy around a forward, but it enters this context of the precision plugin.
         of_precision = self.precision.forward_context
 
         @contextmanager
@@ -142,16 +142,13 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
                 yield
 
         def forward_context() -> AbstractContextManager[None]:
-            # Too late for a function that the user has compiled around the forward and that is being traced now.
+            # In a function that the user has compiled around the forward, and that is traced now, this is too late.
             return of_precision() if torch.compiler.is_compiling() else both()
 
         self.precision.forward_context = forward_context  # type: ignore[method-assign]
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
-        """Make `module` the same on every rank and average its gradients from now on.
-
-        It is wrapped only if it has buffers that ranks share.
-        """
+        """Make `module` the same on every rank, average its gradients, and wrap it if ranks share its buffers."""
         assert self._collectives is not None
         replicas = Replicas(module, self._collectives)
         replicas.agree()
@@ -191,13 +188,13 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
     def exact_dataloader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return `loader` for `fabric.setup_dataloaders`, so that every sample is evaluated once, by one of the ranks.
 
-        All ranks get as many batches wherever there are enough samples to split; else, and with batches of your own
-        batch sampler, which are not split, some get one less. Call it on all ranks, after `fabric.launch()`.
+        All ranks get the same number of batches if there are enough samples to split; otherwise, and with your own
+        batch sampler, whose batches are not split, some get one less. Call it on all ranks, after `fabric.launch()`.
         """
         if self._collectives is None:
             raise RuntimeError("`exact_dataloader` divides data among the ranks, so call `fabric.launch()` before.")
-        collectives = self._collectives
-        part = Part(collectives.rank, collectives.world_size, seed=common_seed(collectives), repeats=False)
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        part = Part(rank, world_size, seed=common_seed(self._collectives), repeats=False)
         exact: DataLoader[Any] = divided(loader, part)
         return exact
 
@@ -207,10 +204,10 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
         modules = list(self.reducers) if module is None else [unwrapped(module)]
         reducers = [self.reducers[module] for module in modules]
-        # With several modules and none of them named, gradients tell: a module that no rank used costs nothing then.
+        # With several modules and none of them named, gradients show which take part: unused modules cost nothing.
         takes_part = len(reducers) == 1
         if self.shards is not None:
-            self.shards.begin_backward()  # here all ranks are, whatever modules take part
+            self.shards.begin_backward()  # all ranks call this, whatever modules take part
         with ExitStack() as scopes:
             scopes.enter_context(self._progress.during(BACKWARD))
             scopes.enter_context(self.ending_all_ranks(*reducers))
@@ -263,7 +260,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             raise CheckpointWriteError(lost_shards(path))
         if self._checks is not None and self._collectives is not None and self._collectives.is_open:
             self._checks.compare(self._trained_state, when=f"before checkpoint `{path}` is written")
-        # On every rank: an optimizer may have to gather its state.
+        # All ranks do this, because an optimizer may have to gather its state.
         checkpoint = convert_to_state(self, state, filter=filter or {})
 
         def save() -> None:
@@ -297,9 +294,9 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
     def load_checkpoint(  # type: ignore[override]
         self, path: Any, state: Any = None, strict: bool = True, **kwargs: Any
     ) -> dict[str, Any]:
-        """Give `state` what a checkpoint holds, once all ranks have read the same."""
+        """Load a checkpoint into `state`, once all ranks have read the same one."""
         own_io, collectives = self.checkpoint_io, self._collectives
-        # Not for `fabric.load_raw`, which one rank may call alone: other than `fabric.load` it waits for nobody.
+        # Unlike `fabric.load`, one rank may call `fabric.load_raw` alone.
         if collectives is not None and not isinstance(state, nn.Module | Optimizer):
             if self.options.async_checkpoints:
                 self.wait_for_checkpoints()
@@ -307,12 +304,12 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             def read(path: Any, **kwargs: Any) -> dict[str, Any]:
                 return read_on_every_rank(lambda: own_io.load_checkpoint(path, **kwargs), collectives, path=path)
 
-            self._io = SimpleNamespace(load_checkpoint=read)  # for Fabric's own code, which takes apart what it reads
+            self._io = SimpleNamespace(load_checkpoint=read)  # for Fabric's code, which distributes the content
         try:
             rest = super().load_checkpoint(path, state, strict, **kwargs)
         finally:
             self._io = own_io
-        # Training begins again with what was loaded.
+        # Training begins again with the loaded weights.
         loaded = list(state.values()) if isinstance(state, dict) else [state]
         for module in self._weights_at_start:
             if any(isinstance(other, nn.Module) and module is unwrapped(other) for other in loaded):
@@ -320,7 +317,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         return rest
 
     def _trained_state(self) -> TrainingState:
-        """Return all that was set up. With several modules the names of parameters tell which one has them."""
+        """Return the state of all modules and optimizers; names of parameters begin with their module, if several."""
         parameters = {
             f"module {index}: {name}" if len(self.reducers) > 1 else name: param
             for index, reducer in enumerate(self.reducers.values())

@@ -1,9 +1,9 @@
-"""How a run ends on all ranks when one of them fails, dies, is stuck or is told to stop.
+"""How a run ends on all ranks when one of them fails, dies, is stuck or is asked to stop.
 
 Note: partial step
-    On a GPU the host is ahead of the device: when a rank dies, another may have asked for the exchange of gradients and
-    for the optimizer's step behind it. Ending the exchange lets that step go on, with gradients that nobody has summed.
-    What is on the device then is not to be saved. Where hosts exchange gradients, the host waits for them, and raises.
+    On a GPU the host is ahead of the device: when a rank dies, another may have queued the exchange of gradients and
+    the optimizer's step after it. Ending the exchange lets that step run, with partial gradients. The weights on the
+    device must not be saved then. Where hosts exchange gradients, the host waits for them, and raises.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -36,32 +36,32 @@ if TYPE_CHECKING:
     from lightning_bucketddp.strategies.base import StrategyBase
 
 
-# What libraries may take to end after Python has. NCCL may wait for a rank that is gone.
+# How long libraries may take to end after Python has. NCCL may wait for a rank that is gone.
 _LIBRARIES_END_WITHIN_S = 3.0
 
 
 class FaultHandler:
-    """The end of one run of `strategy`, from the moment that there is a process group."""
+    """Watches one run of `strategy` and ends it, from the moment that there is a process group."""
 
     def __init__(self, strategy: StrategyBase) -> None:
         self.signals: StopSignals | None = None
-        self._interrupts: InterruptSignals | None = None
+        self._handlers: list[StopSignals | InterruptSignals] = []
+        self._undo = ExitStack()
         self._wakeup = SignalWakeup()
         self._rank = rank = strategy.global_rank
         self._progress = strategy._progress
         self._is_over = False
-        self._take_out_hook: Callable[[], None] = lambda: None
         # Whether this rank saves for all (Note: one saver); None: the ranks have not aborted, so that rank zero does.
         self.is_saver: bool | None = None
         access = access_store()
-        # Runs follow each other in one process group; each rank counts its own.
+        # Runs follow each other in one process group; each rank counts its runs.
         run = f"bucketddp/{access.name}"
         name = f"{run}/{access.store.add(f'{run}/num_runs/{rank}', 1)}"
 
-        this = weakref.ref(strategy)  # the watch must not keep alive what it watches
+        this = weakref.ref(strategy)  # the watchdog must not keep the strategy alive
         launched_as = range(strategy.world_size) if strategy.members is None else strategy.members
         first_rank = launched_as[rank] - strategy.local_rank
-        # Who has started the ranks without being one; otherwise nobody has, or a process that may end first.
+        # Whether the parent process has started the ranks without being one of them, and outlives them.
         has_parent = strategy.options.start_method != "popen" or is_launched_by_torchrun()
         timeouts = strategy.options.timeouts
 
@@ -72,6 +72,10 @@ class FaultHandler:
             else:
                 strategy.note_partial_step()
                 abort_device_groups(strategy.release_graphs)
+
+        def interrupt() -> None:
+            for handler in self._handlers:
+                handler.interrupt()
 
         def claim(run_id: str) -> bool:
             directory = None if (strategy := this()) is None else strategy.directory_to_save_in()
@@ -93,8 +97,8 @@ class FaultHandler:
             self._progress,
             WatchdogActions(
                 cut=cut,
-                interrupt=self._interrupt,
-                signals_received=self._signals_received,
+                interrupt=interrupt,
+                signals_received=lambda: [number for handler in self._handlers for number in handler.received()],
                 exit_status_of=exit_status_of,
                 launcher_pid=os.getppid() if has_parent else None,
                 claim_file=claim,
@@ -106,47 +110,50 @@ class FaultHandler:
 
     def begin(self) -> None:
         self._wakeup.install()
+        self._undo.callback(self._wakeup.uninstall)
         self.watchdog.start()
-        # A thread that still talks to the store when Python goes down would take the process with it. Nearly the last
-        # thing to be done then, because nearly the first to be registered.
+        # A thread that uses the store while Python shuts down would crash the process. What is registered early runs
+        # late.
         atexit.register(self._end_with_python)
 
     def end(self) -> None:
         """Stop watching: the run is over on this rank, well or not."""
-        for handlers in (self.signals, self._interrupts):
-            if handlers is not None:
-                handlers.restore_handlers()
-        self._wakeup.uninstall()
-        self._take_out_hook()
+        self._undo.close()
         self._is_over = True
         self.watchdog.stop()
         if not self.watchdog.have_aborted:
             self.forget_at_exit()
 
     def forget_at_exit(self) -> None:
-        """Have this run, which was aborted, not hurry the end of the process: another one follows."""
+        """Let the process end in its own time after this aborted run: another run follows."""
         atexit.unregister(self._end_with_python)
 
     def _end_with_python(self) -> None:
         self.watchdog.stop()
         if self.watchdog.have_aborted:
-            nowhere = open(os.devnull, "w")  # noqa: SIM115  (needed to the end; there is nothing to see of Python's)
+            nowhere = open(os.devnull, "w")  # noqa: SIM115  (stays open to the end)
             faulthandler.dump_traceback_later(_LIBRARIES_END_WITHIN_S, exit=True, file=nowhere)
 
     def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
-        """Return ranks that will not come to `phase`, where this one is, because they wait elsewhere."""
+        """Return the ranks that will not reach `phase`, where this rank is, because they wait elsewhere."""
         return [] if self._is_over else self.watchdog.waiting_elsewhere(what, phase=phase)
 
     def handle_signals(self, trainer: Trainer, *, callback: type) -> None:
         """Have signals stop all ranks; `callback` is Lightning's base class of callbacks."""
         self.signals = StopSignals(trainer, self.watchdog, self._progress, self._wakeup)
         self.signals.replace_handlers(callback)
+        self._add(self.signals)
+
+    def _add(self, handlers: StopSignals | InterruptSignals) -> None:
+        self._handlers.append(handlers)
+        self._undo.callback(handlers.restore_handlers)
 
     def handle_end_of_program(self) -> None:
-        """Have Ctrl-C, and an exception that ends the program, end the run of a program that has the loop itself."""
-        self._interrupts = InterruptSignals(self._wakeup)
-        self._interrupts.replace_handlers()
-        # Not this object itself, with its connections: other hooks may keep this one for good.
+        """Have Ctrl-C and an exception that ends the program end the run, where the user's program has the loop."""
+        interrupts = InterruptSignals(self._wakeup)
+        interrupts.replace_handlers()
+        self._add(interrupts)
+        # A weak reference, because later hooks may keep this one for good.
         this, previous = weakref.ref(self), sys.excepthook
 
         def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
@@ -154,19 +161,19 @@ class FaultHandler:
             instead = None if handler is None or handler._is_over else handler.end_by(error)
             show_error(previous, instead or error)
 
-        def take_out() -> None:
+        def restore() -> None:
             if sys.excepthook is report:
                 sys.excepthook = previous
 
         sys.excepthook = report
-        self._take_out_hook = take_out
+        self._undo.callback(restore)
 
     def end_by(
         self, error: BaseException, *, sigterm_exception: type[SystemExit] | None = None
     ) -> BaseException | None:
-        """Tell all ranks that this one ends by `error`; return what it shall raise instead, if it was not the first.
+        """Notify all ranks that this one ends by `error`; return the error to raise instead, if another rank was first.
 
-        `sigterm_exception` is what is raised when SIGTERM stops a run; None: `SystemExit`.
+        `sigterm_exception` is raised where SIGTERM stops a run; None: `SystemExit`.
         """
         is_sigterm = sigterm_exception is not None and isinstance(error, sigterm_exception)
         stopped_by = 0
@@ -174,34 +181,25 @@ class FaultHandler:
             stopped_by = self.watchdog.stop_signal or signal.SIGINT
         failure = self.watchdog.end_by(error, stopped_by=stopped_by)
         if self.watchdog.have_aborted:
-            # Whatever asks for other ranks from now on, ours or a metric's or the user's, finds that there are none.
+            # From now on, metrics and the user's code find a run without other ranks.
             leave_process_group()
             self.is_saver = self.watchdog.is_saver
         if failure.kind is Kind.STOPPED:
             if failure.signal == signal.SIGINT:
                 return None if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
-            # As a shell reports a process that a signal has ended. Lightning's would end with 0.
+            # As a shell reports a process that a signal has ended. Lightning's exception would end with 0.
             return (sigterm_exception or SystemExit)(128 + failure.signal)
-        # The others may have given this rank up; then its error is nothing but a connection that they have ended.
+        # If the others have given this rank up, its error is only a connection that they have ended.
         is_given_up = failure.kind is Kind.LOST or (
             failure.kind is Kind.STALLED and self._progress.was_waiting(error) and not failure.is_of(error)
         )
-        # Where all have raised, each knows best what it has raised.
+        # Where all ranks have raised, each keeps its own error.
         is_own = (failure.rank == self._rank and not is_given_up) or not self.watchdog.have_aborted
         return None if is_own else failure.error_for(self._rank)
 
-    def _interrupt(self) -> None:
-        handlers = self.signals or self._interrupts
-        if handlers is not None:
-            handlers.interrupt()
-
-    def _signals_received(self) -> list[int]:
-        handlers = self.signals or self._interrupts
-        return [] if handlers is None else handlers.received()
-
 
 def partial_step(path: object, *, newest: object = None) -> str:
-    """Return why there is no checkpoint at `path` (Note: partial step), and which is the `newest`, if it is known."""
+    """Return why there is no checkpoint at `path` (Note: partial step); `newest` is the last one, if it is known."""
     return (
         f"checkpoint `{path}` is not saved, because a rank was lost while gradients or weights were being"
         f" exchanged, and the weights on this rank may be wrong. Resume from {_before(newest)}."
@@ -209,7 +207,7 @@ def partial_step(path: object, *, newest: object = None) -> str:
 
 
 def lost_shards(path: object, *, newest: object = None) -> str:
-    """Return why there is no checkpoint at `path`: without a rank its part of the optimizers' state is missing."""
+    """Return why there is no checkpoint at `path`: the shards of a rank that is gone are missing."""
     return (
         f"`{path}` is not saved: the other ranks cannot be reached any more, and each of them has a part of the"
         f" optimizers' state (`shard_optimizer`). Resume from {_before(newest)}."

@@ -1,11 +1,9 @@
-"""What a run of the Trainer has on this rank, and how that is made from the options."""
+"""The state of a run of the Trainer on this rank, and how it is made from the options."""
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +34,7 @@ from lightning_bucketddp.strategies.parts import (
     ScheduledComparison,
     UnfinishedBatch,
 )
-from lightning_bucketddp.trainer_internals import Undo, batch_progress, layer_sync_of, set_up_training_data_within
+from lightning_bucketddp.trainer_internals import Undo, batch_progress, layer_sync_of, replace_method
 from lightning_bucketddp.wording import pluralize
 
 if TYPE_CHECKING:
@@ -46,19 +44,19 @@ if TYPE_CHECKING:
 
 
 class FitTally:
-    """What a fit did since it began to train."""
+    """Counts what a fit does after it has begun to train, for the log."""
 
     def __init__(self, global_step: int, reducer: Reducer) -> None:
         self._global_step = global_step
         self._began_at = time.monotonic()
         self._reducer = reducer
-        self._before: ReducerStats = replace(reducer.stats)  # trials of a learning rate may have left something
-        self.num_withheld = 0  # not finite, or without a loss on any rank
+        self._before: ReducerStats = replace(reducer.stats)  # a search for a learning rate may have counted before
+        self.num_withheld = 0  # steps with non-finite gradients, or without a loss on any rank
 
     def describe(self, strategy: TrainerStrategy) -> list[str]:
         """Return the steps and reductions, what was decided about buckets, and what the parts of the run have done."""
         reducer, stats = self._reducer, self._reducer.stats
-        # Lightning counts all of them.
+        # Lightning also counts steps that were withheld.
         num_steps = strategy.trainer.global_step - self._global_step - self.num_withheld
         skipped = f" and {self.num_withheld} skipped" if self.num_withheld else ""
         lines = [pluralize(num_steps, "optimizer step") + skipped]
@@ -77,9 +75,9 @@ class FitTally:
 
 @dataclass(slots=True)
 class FitState:
-    """All that is made in `setup` and closed in `teardown`; what is switched off is None.
+    """Everything that `setup` makes and `teardown` closes; what is switched off is None.
 
-    It is held until the next `setup`: a checkpoint may be saved after the fit, and `strategy.reducer` tells of it.
+    It is kept until the next `setup`: a checkpoint may be saved after the fit, and `strategy.reducer` be read.
     """
 
     is_fit: bool = False  # or else an evaluation
@@ -97,10 +95,10 @@ class FitState:
     islands: Islands | None = None  # None: all ranks take each step together
     local_steps: LocalRounds | None = None
     graphs: CapturedSteps | None = None
-    has_told_own_gradients: bool = False  # the user knows of steps with gradients that were not averaged
+    has_warned_of_own_gradients: bool = False  # of steps with gradients that were not averaged
     unfinished: UnfinishedBatch | None = None
     tally: FitTally | None = None  # None: training has not begun
-    done: list[str] = field(default_factory=list)  # what the log will say when all is over
+    done: list[str] = field(default_factory=list)  # logged when the run is over
 
     def close(self, model: nn.Module | None) -> nn.Module | None:
         """Take hooks and conversions off `model`, and return it."""
@@ -120,7 +118,7 @@ class FitState:
         exchange, self.exchange = self.exchange, None
         self.weighting = None
         are_quiet = [self.local_steps is None or self.local_steps.close(), exchange is None or exchange.close()]
-        # A program may fit thousands of times.
+        # Otherwise a program that fits thousands of times runs out of connections.
         if (exchange is not None or self.islands is not None) and all(are_quiet) and not has_raised:
             groups = [] if self.islands is None else [self.islands.own, self.islands.peers]
             for group in (collectives, *groups):
@@ -129,49 +127,48 @@ class FitState:
 
 
 class LoaderPreparation:
-    """Has the parts of a run prepare dataloaders, and finds out which are for training: Lightning does not say."""
+    """Has the parts of a run prepare dataloaders, and knows which are for training: Lightning does not say."""
 
     def __init__(self) -> None:
-        # Since Lightning began to set up training data; None: other dataloaders come, or none.
-        self._num_training_loaders: int | None = None
-        self._replaced: Undo | None = None
+        self._is_training = False  # while Lightning sets up training data
+        self._is_first = True
+        self._undo: Undo | None = None
 
     def watch(self, trainer: Trainer) -> None:
         """Know from now on which dataloaders are for training."""
         self.close()
-        self._replaced = set_up_training_data_within(trainer, self._within_training_data)
+        set_up = trainer.fit_loop.setup_data
+
+        def set_up_training_data() -> None:
+            self._is_training = self._is_first = True
+            try:
+                set_up()
+            finally:
+                self._is_training = False
+
+        self._undo = replace_method(trainer.fit_loop, "setup_data", set_up_training_data)
 
     def close(self) -> None:
-        if self._replaced is not None:
-            self._replaced()
-        self._replaced = None
-
-    @contextmanager
-    def _within_training_data(self) -> Iterator[None]:
-        self._num_training_loaders = 0
-        try:
-            yield
-        finally:
-            self._num_training_loaders = None
+        if self._undo is not None:
+            self._undo()
+        self._undo = None
 
     def prepare(self, loader: object, parts: list[RunPart]) -> object:
-        """Return `loader` as all `parts` want it; one that was prepared before is prepared anew."""
+        """Return `loader`, prepared by all `parts`, from its original if it was prepared before."""
         original = loader = getattr(loader, "prepared_from", loader)
-        is_training = self._num_training_loaders is not None
-        if self._num_training_loaders == 0:
+        if self._is_training and self._is_first:
+            self._is_first = False
             for part in parts:
                 part.begin_loaders()
-        if self._num_training_loaders is not None:
-            self._num_training_loaders += 1
         for part in parts:
-            loader = part.prepare_loader(loader, is_training=is_training)
+            loader = part.prepare_loader(loader, is_training=self._is_training)
         if loader is not original:
             loader.prepared_from = original  # type: ignore[attr-defined]
         return loader
 
 
 def run_parts(strategy: TrainerStrategy) -> list[RunPart]:
-    """Return what takes part in a run: all ranks call the hooks of the parts in this order."""
+    """Return the parts of a run. All ranks call the hooks of the parts in this order."""
     state = strategy._state
     parts = [
         strategy._batch_size,
@@ -191,7 +188,7 @@ def run_parts(strategy: TrainerStrategy) -> list[RunPart]:
 
 
 def prepare_run(strategy: TrainerStrategy, trainer: Trainer) -> None:
-    """Make what does not need the parameters. All ranks must call this."""
+    """Make everything that does not need the parameters. All ranks must call this."""
     state, options, collectives = strategy._state, strategy.options, strategy._collectives
     assert collectives is not None
     if collectives.world_size > 1:
@@ -229,15 +226,18 @@ def _prepare_fit(strategy: TrainerStrategy, trainer: Trainer, collectives: Colle
         _begin_local_steps(strategy, trainer, state.islands)
     weighting, steps_with = state.weighting, collectives if state.islands is None else state.islands.own
     assert weighting is not None
+    of_all_ranks = state.exchange if state.local_steps is None else state.local_steps.exchange
+    if strategy.signals is not None and of_all_ranks is not None:
+        strategy.signals.travel_with(of_all_ranks)
     if options.cuda_graphs:
         make_graph = new_graph(strategy.root_device)
         state.graphs = CapturedSteps(trainer, steps_with, log=rank_zero_info, make_graph=make_graph)
-    # To overfit on the same batches everywhere is a way to test a model.
+    # With `overfit_batches` all ranks train on the same batches on purpose.
     if steps_with.world_size > 1 and state.exchange is not None and not trainer.overfit_batches:  # type: ignore[attr-defined]
         state.first_batches = FirstBatches(state.exchange, warn=rank_zero_warn)
     if layer_sync is not None:
         is_torchs = type(layer_sync) is strategy.root.torch_sync_batchnorm
-        state.layers = ConvertedLayers(steps_with, is_idle=lambda: weighting.is_idle) if is_torchs else layer_sync
+        state.layers = ConvertedLayers(steps_with, weighting) if is_torchs else layer_sync
         strategy.model = state.layers.apply(strategy.model)
     if state.islands is not None:
         refuse_layers_between_islands(strategy.model, state.islands)
@@ -247,22 +247,16 @@ def _begin_common_steps(strategy: TrainerStrategy, trainer: Trainer, collectives
     """Have all ranks wait for each other in each step."""
     state, weight = strategy._state, strategy.options.gradient_weight
 
-    def has_alert() -> bool:
-        return strategy._writer.has_failed
-
-    # One process alone has nobody to wait for, but may weigh its micro-batches.
+    # A single rank waits for no other, but may weigh its micro-batches.
     if collectives.world_size > 1 or weight is not None:
-        state.exchange = StepExchange(collectives, has_alert=has_alert)
+        state.exchange = StepExchange(collectives, has_alert=lambda: strategy._writer.has_failed)
     state.weighting = BatchWeighting(
         trainer,
         state.exchange,
         collectives,
         weight_of=strategy.root.batch_size_of if weight == "batch_size" else weight,
         extends_uneven_data=strategy.options.uneven_data,
-        has_alert=has_alert,
     )
-    if strategy.signals is not None and state.exchange is not None:
-        strategy.signals.travel_with(state.exchange)
 
 
 def _begin_local_steps(strategy: TrainerStrategy, trainer: Trainer, islands: Islands) -> None:
@@ -292,12 +286,10 @@ def _begin_local_steps(strategy: TrainerStrategy, trainer: Trainer, islands: Isl
         has_trained=lambda: not weighting.nobody_trained,
     )
     state.local_steps.install(strategy.root.callback)
-    if strategy.signals is not None:
-        strategy.signals.travel_with(exchange)
 
 
 def set_up_model(strategy: TrainerStrategy, model: nn.Module) -> None:
-    """Make `model` the same on every rank, and what averages its gradients. All ranks must call this."""
+    """Make `model` the same on every rank, and a reducer for its gradients. All ranks must call this."""
     state, options, collectives = strategy._state, strategy.options, strategy._collectives
     assert collectives is not None
     state.replicas = Replicas(model, collectives)
@@ -314,10 +306,10 @@ def set_up_model(strategy: TrainerStrategy, model: nn.Module) -> None:
 
 
 def divide_optimizers(strategy: TrainerStrategy, model: nn.Module) -> None:
-    """Divide the state of the optimizers, which are new, among the ranks (`shard_optimizer`)."""
+    """Divide the state of the new optimizers among the ranks (`shard_optimizer`)."""
     state = strategy._state
     if state.shards is not None and state.shards.optimizers:
-        # Others in their place: what was divided belongs to the old ones.
+        # The shards belong to optimizers that the new ones replace.
         state.shards.close()
         state.shards = strategy.new_shards()
         set_up_model(strategy, model)
@@ -345,25 +337,21 @@ def _make_reducer(strategy: TrainerStrategy, model: nn.Module, replicas: Replica
     strategy._progress.describe_backward = reducer.describe_backward
     if state.local_steps is not None:
         state.local_steps.set_replicas(replicas, reducer.stats)
-    state.unfinished = UnfinishedBatch(
-        model,
-        device=None if strategy._rank_seeds is None else strategy.root_device,
-        counts=lambda: batch_progress(trainer).current,
-        repeats_micro_batches=lambda: strategy._position.num_batches_trained() is not None,
-    )
+    device = None if strategy._rank_seeds is None else strategy.root_device
+    state.unfinished = UnfinishedBatch(trainer, model, strategy._position, device)
 
     def trained_state() -> TrainingState:
         return training_state(replicas.parameters, strategy.optimizers, is_divided=strategy.is_divided)
 
     def shared_state() -> TrainingState:
-        # Forwards change buffers on each rank in its own way, so they are shared first.
+        # Forwards have changed the buffers of each rank in another way, so they are shared first.
         found = trained_state()
         if state.buffers is not None:
             found.tensors.update(state.buffers.shared_buffers())
         return found
 
     state.comparison = None
-    # In a search some ranks may make a step that others do not. It ends with what it began with.
+    # In a search some ranks may take a step that others do not; weights are restored after it.
     may_differ = strategy.differs_by_design or strategy.is_searching
     if state.exchange is not None and replicas.collectives.world_size > 1 and not may_differ:
         checks = strategy.options.replica_checks

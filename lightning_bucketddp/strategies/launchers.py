@@ -1,4 +1,4 @@
-"""Starting the processes of a run: as Lightning does it, but with an end that all of them come to."""
+"""Start the processes of a run as Lightning does, and make sure that all of them end."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ else:
 
 
 class HoldsPort:
-    """The part of a launcher that opens the port before it launches processes that will look for it there.
+    """A launcher that opens the main port before it launches processes.
 
-    Lightning closes a port that it has found to be free until rank 0 opens it again, and meanwhile anybody may take it.
+    Lightning finds a free port and closes it until rank 0 opens it again; meanwhile another program may take it.
     """
 
     guarding_strategy: Any
     _listener: socket.socket | None = None
 
     def take_listener(self) -> socket.socket | None:
-        """Return the socket that is open at the main port, if there is one. It is the caller's to close."""
+        """Return the socket that was opened at the main port, or None. The caller closes it."""
         listener, self._listener = self._listener, None
         return listener
 
     def _open_port(self, environment: Any) -> None:
-        """Keep a free port open for rank 0. One that the user has chosen is only tried."""
-        # What Lightning uses where no scheduler chooses the port.
+        """Keep a free port open for rank 0; only check a port that the user has chosen."""
+        # The environment that Lightning uses where no scheduler chooses the port.
         is_ours_to_choose = type(environment) is self.guarding_strategy.root.lightning_environment
         if not is_ours_to_choose or environment.creates_processes_externally or environment.node_rank() != 0:
             return
         is_local = is_on_this_host(environment.main_address, num_nodes=self.guarding_strategy._num_nodes)
         address = environment.main_address if is_local else None
         if "MASTER_PORT" in os.environ:
-            # Not kept: nobody tells a launcher that is not rank 0 when the port can be chosen again.
+            # Not kept: a launcher that is not rank 0 could not know when to close it.
             listen(environment.main_port, address=address).close()
             return
         self._listener = listen(int(os.environ.get("STANDALONE_PORT", 0)), address=address)
@@ -66,19 +66,17 @@ class HoldsPort:
 
 @contextmanager
 def launching(*restored: str) -> Iterator[None]:
-    """Tell processes that are launched inside who launches them; then restore that and the variables `restored`."""
+    """Set the variables for processes that are launched inside; then restore them and the variables `restored`."""
     before = {name: os.environ.get(name) for name in (LAUNCHER_PID, *restored)}
     os.environ[LAUNCHER_PID] = str(os.getpid())
     try:
-        # When the rank with the store dies, torch would show its frames of C++ on all others.
+        # Otherwise, when the rank with the store dies, torch prints C++ frames on all other ranks.
         with variables_by_default({"TORCH_CPP_LOG_LEVEL": "ERROR"}):
             yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in before:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 log = logging.getLogger(__name__)
@@ -91,11 +89,11 @@ _STOPPED = (_INTERRUPTED, 128 + signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Guarded:
-    """A function whose end, by whatever exception, its strategy learns of. Can be pickled for another process."""
+    """A function that notifies its strategy how it has ended. It can be pickled for another process."""
 
     function: Callable[..., Any]
     strategy: Any
-    on_exception: Callable[[BaseException], None] | None = None  # called where Lightning does not call its handlers
+    on_exception: Callable[[BaseException], None] | None = None  # where Lightning does not call its own handlers
     in_child: bool = False  # another process waits for the end of this one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,14 +109,14 @@ class Guarded:
                 try:
                     self.on_exception(error)
                 except Exception as failure:
-                    # The process that waits shows how one rank has ended, which may be another.
+                    # The waiting process shows how one rank has ended, which may be another one.
                     log.error(wrap(f"bucketddp: a callback has failed when the run was over: {failure}"))
                     raise
             if self.in_child and isinstance(error, KeyboardInterrupt):
-                # torch takes it for the parent's wish and ends with 0; the parent then waits for a result for ever.
+                # torch would end this process with 0, and the parent would wait for a result for ever.
                 raise SystemExit(_INTERRUPTED) from None
             if self.in_child and isinstance(error, RankFailedError):
-                # torch shows the error of one process, which may be this one.
+                # torch shows the arguments of this error, if it is the first.
                 error.args = (f"{error}{error.stack}",)
             raise
 
@@ -133,9 +131,9 @@ class Guarded:
 
 
 class SavedPredictions:
-    """Predictions in a file, on their way to the process that has launched the ranks.
+    """Predictions in a file, for the process that has launched the ranks.
 
-    Through the queue that Lightning has for results they would be stuck: nobody reads it before the ranks have ended.
+    Lightning's queue for results would block: it is read only after the ranks have ended.
     """
 
     def __init__(self, predictions: Any) -> None:
@@ -154,29 +152,34 @@ class SavedPredictions:
 
 
 def _identity(file: Any) -> tuple[int, int, int]:
-    """Return what no file of another user has in common with an open one."""
+    """Return an identity of an open file that no file of another user has."""
     status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_uid
 
 
 class ReplaceableProcesses(ProcessContext):
-    """The processes of all ranks; one whose process died is started again, as long as rank 0's lives.
+    """The processes of all ranks, as torch starts them; `at_most` so many times one that died is replaced.
 
-    A process that has raised has decided against a restart, and ends the run.
+    They are replaced as long as that of rank 0 lives. A process that has raised ends the run instead.
     """
 
-    def __init__(self, start: Callable[[int], ProcessContext], *, num_ranks: int, at_most: int) -> None:
-        started = [start(rank) for rank in range(num_ranks)]
+    def __init__(
+        self, function: Callable[..., None], args: Any, nprocs: int, start_method: str, *, join: bool, at_most: int
+    ) -> None:
+        assert not join  # Lightning joins them
+        self._start = partial(_start_rank, function, args, start_method)
+        started = [self._start(rank) for rank in range(nprocs)]
         processes, error_files = [it.processes[0] for it in started], [it.error_files[0] for it in started]
         super().__init__(processes, error_files)  # type: ignore[no-untyped-call]
-        self._start = start
         self._num_left = at_most
 
     def join(self, timeout: float | None = None, *args: Any, **options: Any) -> bool:  # torch 2.5 has no `grace_period`
         for sentinel in multiprocessing.connection.wait(self.sentinels, timeout=timeout):
             rank = self.sentinels[sentinel]
             self.processes[rank].join()
-            if self._is_replaced(rank):
+            status, has_raised = self.processes[rank].exitcode, os.path.exists(self.error_files[rank])
+            has_died = status not in (0, *_STOPPED) and not has_raised
+            if has_died and self._num_left > 0 and self.processes[0].is_alive():
                 self._num_left -= 1
                 started = self._start(rank)
                 self.processes[rank], self.error_files[rank] = started.processes[0], started.error_files[0]
@@ -186,24 +189,11 @@ class ReplaceableProcesses(ProcessContext):
                 return False
         return bool(super().join(timeout, *args, **options))
 
-    def _is_replaced(self, rank: int) -> bool:
-        has_died = self.processes[rank].exitcode not in (0, *_STOPPED) and not os.path.exists(self.error_files[rank])
-        return has_died and self._num_left > 0 and self.processes[0].is_alive()
 
-
-def start_replaceable_processes(
-    function: Callable[..., None], args: Any, nprocs: int, start_method: str, *, join: bool, at_most: int
-) -> ProcessContext:
-    """Start processes as torch does, of which `at_most` so many are replaced."""
-    assert not join  # Lightning does that
-
-    def start(rank: int) -> ProcessContext:
-        started: ProcessContext = start_processes(  # type: ignore[no-untyped-call]
-            _run_as_rank, args=(rank, function, *args), nprocs=1, join=False, start_method=start_method
-        )
-        return started
-
-    return ReplaceableProcesses(start, num_ranks=nprocs, at_most=at_most)
+def _start_rank(function: Callable[..., None], args: Any, start_method: str, rank: int) -> ProcessContext:
+    arguments = (rank, function, *args)
+    started: ProcessContext = start_processes(_run_as_rank, arguments, 1, False, start_method=start_method)  # type: ignore[no-untyped-call]
+    return started
 
 
 def _run_as_rank(_: int, rank: int, function: Callable[..., None], *args: Any) -> None:
@@ -211,10 +201,9 @@ def _run_as_rank(_: int, rank: int, function: Callable[..., None], *args: Any) -
 
 
 class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
-    """Starts a process for each rank of this host; this one only waits for them."""
+    """Starts a process for each rank of this host; this process only waits for them."""
 
-    # Calls `on_exception` of a Trainer's callbacks. Lightning does so in the process that waits, which knows nothing of
-    # the training.
+    # Calls `on_exception` of a Trainer's callbacks in the ranks. Lightning calls them in the waiting process.
     on_exception_of: Callable[[Any, BaseException], None] | None = None
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -223,13 +212,13 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
         strategy.trains_elsewhere = True
         try:
             guarded = Guarded(function, strategy, on_exception, in_child=True)
-            # The next launch of this program chooses a port of its own.
+            # `MASTER_PORT` is restored, so that the next launch of this program chooses another port.
             with strategy.launched(kwargs.get("trainer"), function, args), launching("MASTER_PORT"):
                 self._open_port(strategy.cluster_environment)
                 if strategy.options.start_method == "fork":
                     end_openmp_threads()
                 at_most = strategy.options.max_restarts.number
-                replacing = partial(start_replaceable_processes, at_most=at_most)
+                replacing = partial(ReplaceableProcesses, at_most=at_most)
                 try:
                     with processes_started_by(replacing, self) if at_most else nullcontext():
                         result = super().launch(guarded, *args, **kwargs)
@@ -241,7 +230,7 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
                 shorten_relayed(error)
                 ShortTracebacks.install()
                 raise
-            # Pressed in a terminal, it has reached all; sent to one process alone, it has not.
+            # Ctrl-C in a terminal reaches all processes, a signal sent to this one does not.
             self._end_processes(signal.SIGINT)
             raise KeyboardInterrupt from None
         strategy.trains_elsewhere = False
@@ -258,14 +247,14 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
         return {**super().get_extra_results(trainer), "folders": folders}
 
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
-        # Ranks record steps, and the process that has launched them shows the page.
+        # Ranks record steps, and this process shows the page.
         for callback, folder in zip(trainer.callbacks, extra.pop("folders"), strict=False):
             if folder is not None:
                 callback.recorded_in = folder
         super().update_main_process_results(trainer, extra)
 
     def exit_status_of(self, local_rank: int) -> int | None:
-        """Return None: no rank has started another."""
+        """Return None: no rank has started another rank."""
         return None
 
     def _end_processes(self, number: int) -> None:
@@ -273,7 +262,7 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
         for process in running:
             assert process.pid is not None  # it runs
             os.kill(process.pid, number)
-        # They end by themselves, or each other, but not before they have saved. Another Ctrl-C ends the waiting.
+        # They end by themselves after they have saved. Another Ctrl-C ends the waiting.
         try:
             deadline = time.monotonic() + _CHILDREN_END_WITHIN_S
             for process in running:
@@ -289,17 +278,18 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
 
 @dataclass
 class Children:
-    """The processes of further ranks of this host. This process, whose end is seen, ends badly if one of them does."""
+    """The processes of further ranks of this host. This process ends with status 1 if one of them fails."""
 
     processes: list[subprocess.Popen[bytes]]
     first_rank: int
     environment: dict[str, str]
     directory: str
-    connections_before: set[int]  # that this process had before there were other ranks
-    strategy: Any  # its class, which knows without which ranks the run has gone on
-    has_failed: bool = False  # this process has raised itself, which tells more
+    connections_before: set[int]  # of this process, before there were other ranks
+    strategy: Any  # the class, which knows the `members` of the run
+    has_failed: bool = False  # this process has raised an error itself, which explains more
 
     def replace_ended(self, processes: Sequence[Any]) -> None:
+        """Start a new process for each rank whose process is one of `processes`, and has ended."""
         for index, process in enumerate(self.processes):
             if process in processes and process.poll() is not None:
                 environment = {**self.environment, "LOCAL_RANK": str(index + 1)}
@@ -308,7 +298,7 @@ class Children:
                 log.warning("bucketddp: process %d takes the place of rank %d.", self.processes[index].pid, rank)
 
     def wait_at_exit(self) -> None:
-        """Wait until all have ended. To ranks that wait for this one it has ended by now."""
+        """Cut all connections, so that no rank waits for this process, and wait until all children have ended."""
         cut_all_connections(but=self.connections_before)
         for rank, process in enumerate(self.processes, start=self.first_rank + 1):
             if process.wait() != 0 and (self.strategy.members is None or rank in self.strategy.members):
@@ -328,7 +318,6 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
         return () if self._children is None else self._children.processes
 
     def replace_ended(self, processes: Sequence[Any]) -> None:
-        """Start another process for each rank of this host whose process was one of `processes`, and is gone."""
         if self._children is not None:
             self._children.replace_ended(processes)
 
@@ -344,13 +333,13 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
 
     def _call_children_scripts(self) -> None:
         before = connection_ids()
-        # `MASTER_PORT` and what else Lightning sets stays: this process is a rank.
+        # The variables that Lightning sets stay, because this process is a rank.
         with launching():
             self._open_port(self.cluster_environment)
             super()._call_children_scripts()
             environment = dict(os.environ)
         first_rank = self.cluster_environment.node_rank() * self.num_processes
-        # Out of sight of the base class's observer: when a child ends badly it kills all, also one that is saving.
+        # Hidden from the observer of the base class, which kills all children when one fails, even while they save.
         processes, self.procs = self.procs, []
         directory = next((working_directory(process.pid) for process in processes), os.curdir)
         strategy = type(self.guarding_strategy)
@@ -358,7 +347,7 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
         atexit.register(self._children.wait_at_exit)
 
     def exit_status_of(self, local_rank: int) -> int | None:
-        """Return how the process of a rank ended that this one has started; None if it has not, or is not ours."""
+        """Return the status with which a child process ended; None: it runs, or this process has not started it."""
         return self.children[local_rank - 1].poll() if 0 < local_rank <= len(self.children) else None
 
     def kill(self, signum: int) -> None:
@@ -371,7 +360,7 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
 
 
 def make_launcher(strategy: Any) -> Any:
-    """Return the launcher that `strategy` wants, of its root of Lightning."""
+    """Return a launcher for `strategy`, of its root of Lightning."""
     if strategy._start_method == "popen":
         environment = strategy.cluster_environment
         launcher = strategy.root.script_launcher(environment, strategy.num_processes, strategy.num_nodes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal, TypedDict, get_args
 
@@ -91,16 +91,13 @@ _NOT_WITH_LOCAL_STEPS = {
     "model_averaging_period": "both average weights between steps.",
     "gradient_weight": "batches are weighed against those of all ranks in each step.",
 }
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """What a user has set, of the keywords of `TrainerStrategy` and `FabricStrategy`: validated once, here.
+    """The validated options of a strategy; those with a default are the Trainer's alone."""
 
-    Those with a default are the Trainer's alone.
-    """
-
+    given: dict[str, Any] = field(compare=False)  # as they were passed, without those that have their default
     reducer: ReducerConfig  # what concerns buckets, hooks and non-finite numbers
     replica_checks: ReplicaChecks
     torch_devices: tuple[list[Any] | None, Any]  # `device_ids`, `output_device`: they must be what Lightning chooses
@@ -134,10 +131,15 @@ class StrategyOptions:
             TypeError: if there is no such option.
             ValueError: if one of them cannot be what is wanted; the text names it.
         """
-        own = {name: value for name, value in arguments.items() if name not in ("self", "__class__", "ddp_options")}
-        # A subclass that takes any keyword has passed them on unseen.
-        refuse_unknown(type(arguments["self"]), arguments["ddp_options"], known=[*own, *_DDP_DEFAULTS])
-        given = {**_DDP_DEFAULTS, **own, **arguments["ddp_options"]}
+        cls_of_init = arguments["__class__"]  # where `__init__` is defined: a subclass may have one of its own
+        defaults, ddp_options = option_defaults(cls_of_init.__init__), arguments["ddp_options"]
+        for name in ddp_options:
+            if name not in defaults:
+                nearest = difflib.get_close_matches(name, defaults, n=1)
+                hint = f"Did you mean `{nearest[0]}`?" if nearest else f"It takes: {', '.join(defaults)}."
+                raise TypeError(f"`{type(arguments['self']).__name__}` has no option `{name}`. {hint}")
+        given = {name: ddp_options.get(name, arguments.get(name, default)) for name, default in defaults.items()}
+        not_default = {name: value for name, value in given.items() if value != defaults[name]}
         _take_torch_options(given)
         _check_kinds(given)
         hook, wrapper = given["ddp_comm_hook"], given.get("ddp_comm_wrapper")
@@ -150,8 +152,9 @@ class StrategyOptions:
         restarts = given.get("max_restarts", 0)
         # In a notebook or interactive interpreter there is no script to run again.
         forks = given["start_method"] == "popen" and hasattr(sys, "ps1")
-        kept = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        kept = {it.name: given[it.name] for it in fields(cls) if it.name in given}
         kept.update(
+            given=not_default,
             reducer=ReducerConfig(
                 bucket_cap_mb=given["bucket_cap_mb"],
                 overlap=given["overlap"],
@@ -174,36 +177,20 @@ class StrategyOptions:
 
 
 def option_defaults(init: Callable[..., None]) -> dict[str, Any]:
-    """Return the options that `init`, a method, takes by name, with their defaults; torch DDP's are among them."""
+    """Return the options that `init`, the `__init__` of a strategy, takes by name; torch DDP's are among them."""
     parameters = list(inspect.signature(init).parameters.values())[1:]
-    named = {parameter.name: parameter.default for parameter in parameters if parameter.kind not in _VARIADIC}
-    return {**named, **_DDP_DEFAULTS} if any(parameter.name == "ddp_options" for parameter in parameters) else named
-
-
-def takes_any_option(init: Callable[..., None]) -> bool:
-    """Return whether `init` passes on what it does not know, as that of a subclass may do."""
-    parameters = inspect.signature(init).parameters.values()
-    return any(one.kind is one.VAR_KEYWORD and one.name != "ddp_options" for one in parameters)
-
-
-def refuse_unknown(cls: type, names: Iterable[str], *, known: Sequence[str]) -> None:
-    """Raise if `cls` does not know one of the options `names`, and suggest what may have been meant."""
-    for name in names:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean `{nearest[0]}`?" if nearest else f" It takes: {', '.join(known)}."
-            raise TypeError(f"`{cls.__name__}` has no option `{name}`.{hint}")
+    return {**{it.name: it.default for it in parameters if it.name != "ddp_options"}, **_DDP_DEFAULTS}
 
 
 def _take_torch_options(given: dict[str, Any]) -> None:
-    """Refuse those of torch DDP's options that ask for more than there is, and set ours where it has another name."""
+    """Refuse options of torch DDP that are not supported, and copy those that have another name here."""
     if given.get("mixed_precision") is not None:
         raise ValueError(
             "`mixed_precision` of torch DDP is not supported, because Lightning does that: pass `precision` to the"
             ' Trainer or to Fabric, for example "bf16-mixed". What gradients travel as is `reduce_dtype`.'
         )
     for name in ("process_group", "device_mesh"):
-        # There is one only in a process that is a rank.
+        # A user can make one only in a process that is a rank.
         if (group := given.get(name)) is not None:
             shape, world_size = tuple(getattr(group, "shape", [group.size()])), torch.distributed.get_world_size()
             if shape != (world_size,):
@@ -233,7 +220,7 @@ def check_devices(device: torch.device, device_ids: list[Any] | None, output_dev
 
 
 def _check_kinds(given: Mapping[str, Any]) -> None:
-    """Refuse what is not of the kind that its option takes, of those that have no class of their own to check them."""
+    """Refuse values of the wrong kind, for the options that no class of their own checks."""
 
     def check(name: str, is_valid: Callable[[Any], bool], wanted: str) -> None:
         if name in given and not is_valid(given[name]):
@@ -261,7 +248,7 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
 
 
 def _check_local_steps(given: Mapping[str, Any]) -> LocalSteps | None:
-    """Return `local_steps`, also where it is a number; refuse what cannot be had with it."""
+    """Return `local_steps` as a `LocalSteps`, or None; refuse options that exclude it."""
     option = given.get("local_steps")
     if option is None:
         return None
@@ -272,7 +259,7 @@ def _check_local_steps(given: Mapping[str, Any]) -> LocalSteps | None:
 
 
 def _check_timeouts(timeout: timedelta | float | None, timeouts: Timeouts) -> timedelta | None:
-    """Return `timeout` as torch takes it; a number is one of seconds. Refuse `timeouts` that it would end sooner."""
+    """Return `timeout` (seconds, or as torch takes it) as a `timedelta`; refuse a `stall_s` that would come later."""
     if timeout is not None:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         check_seconds("timeout", seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_bucketddp.checkpoint.rank_state import random_state, set_random_state
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange, Weighting
+from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.uneven_data import UnevenData
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.observer import ReducerStats
@@ -20,7 +21,7 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
-from lightning_bucketddp.trainer_internals import replace_result_class
+from lightning_bucketddp.trainer_internals import batch_progress, replace_result_class
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -32,11 +33,11 @@ class BufferSync(RunPart):
 
     replicas: Replicas
     reducer: Reducer | None  # None: nothing trains
-    # Only before the first forward, and when training ends. So it is under `ddp` with manual optimization: Lightning
-    # has torch DDP take no forward for one that a synchronised backward follows.
+    # Only before the first forward, and when training ends. `ddp` does so with manual optimization, because Lightning
+    # hides from torch DDP that a synchronised backward follows.
     once: bool
     _num_backwards_shared: int = -1
-    _ended_synchronised: bool = True  # the last forward; also without a backward, as SWA's for batch statistics
+    _ended_synchronised: bool = True  # the last forward; also one without a backward, as of SWA for batch statistics
     _validation_has_begun: bool = False
 
     def before_forward(self) -> None:
@@ -44,7 +45,7 @@ class BufferSync(RunPart):
         self._ended_synchronised = self.reducer is None or self.reducer.is_synchronised
 
     def _share_if_due(self) -> None:
-        # Before the first forward after a synchronised backward, as torch DDP does.
+        # As torch DDP, before the first forward after a synchronised backward.
         if self.reducer is not None and self._num_backwards_shared != self.reducer.stats.num_backwards:
             self.before_evaluation()
 
@@ -56,13 +57,13 @@ class BufferSync(RunPart):
         self.replicas.broadcast_buffers()
 
     def begin_validation(self) -> None:
-        # As torch DDP does, until its first step: callbacks exchange weights and statistics before.
+        # As torch DDP, in the first step: callbacks exchange weights and statistics before that.
         self._validation_has_begun = True
 
     def before_validation_step(self) -> None:
         if self._validation_has_begun:
             self._validation_has_begun = False
-            if self._ended_synchronised:  # else ranks have each their own, in the middle of an accumulation window
+            if self._ended_synchronised:  # else buffers may differ, in the middle of an accumulation window
                 self.before_evaluation()
 
     def end_training(self) -> None:
@@ -83,7 +84,7 @@ class ScheduledComparison(RunPart):
 
     checks: ReplicaComparison
     trained_state: Callable[[], TrainingState]  # what training changes in the same way on every rank
-    shared_state: Callable[[], TrainingState]  # that and the buffers
+    shared_state: Callable[[], TrainingState]  # the same with the buffers
     stats: ReducerStats
 
     def begin_training(self) -> None:
@@ -103,33 +104,29 @@ class ScheduledComparison(RunPart):
 
 @dataclass(eq=False)
 class ConvertedLayers(RunPart):
-    """What `Trainer(sync_batchnorm=True)` does to a model, on CPU too."""
+    """Converts layers for `Trainer(sync_batchnorm=True)`, with the interface of Lightning's plugin, and on CPU too."""
 
     collectives: Collectives
-    is_idle: Callable[[], bool]  # this rank's batches do not count
+    weighting: BatchWeighting
     _was_idle: bool = False
-    _model: nn.Module = field(default_factory=nn.Module)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Synchronise the layers."""
         convert_sync_batchnorm(model, self.collectives)
-        self._model = model
         return model
 
     def begin_batch(self, batch_idx: int) -> None:
-        if (is_idle := self.is_idle()) != self._was_idle:
-            set_idle(self._model, is_idle)
+        if (is_idle := self.weighting.is_idle) != self._was_idle:
+            set_idle(self.weighting.trainer.lightning_module, is_idle)
             self._was_idle = is_idle
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Undo `apply`."""
         revert_sync_batchnorm(model)
         return model
 
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """What the strategy makes of None: there is no loss, but a backward in which this rank contributes nothing."""
+    """Stands for a loss of None: there is a backward, in which this rank contributes nothing."""
 
     loss: Tensor
 
@@ -154,20 +151,18 @@ class BatchWeighting(RunPart):
     """The weight of each backward of this rank in a fit."""
 
     trainer: Trainer
-    exchange: StepExchange | None  # with the ranks that take each step together; None: there are no others, nor weights
+    exchange: StepExchange | None  # with the ranks that take each step together; None: a single rank, without weights
     collectives: Collectives
     weight_of: Callable[[Any], Any] | None = None  # the weight of a batch; None: every batch counts the same
     extends_uneven_data: bool = False  # a rank that has run out of data goes on, with weight zero, until all have
-    uneven_data: UnevenData | None = None  # of ranks that do not take steps together; None: there are no such ranks
-    # Asked whether something has gone wrong, where there is no `exchange` to ask all ranks.
-    has_alert: Callable[[], bool] = lambda: False
-    weighting: Weighting | None = None  # what the reducer is given; None: it takes plain means
+    uneven_data: UnevenData | None = None  # for ranks that do not take steps together; None: there are no such ranks
+    weighting: Weighting | None = None  # passed to the reducer; None: it takes plain means
     _weight: float | None = None
     _reference_weight: float | None = None
     _skipped_loss: Tensor | None = None
 
     def __post_init__(self) -> None:
-        # A rank that repeats a batch has gradients, of zero, by which an optimizer with momentum would step.
+        # A rank that repeats a batch has gradients of zero, with which an optimizer with momentum would still step.
         self._withholds_empty_steps = self.uneven_data is not None or self.extends_uneven_data
         if self.exchange is not None:
             self.uneven_data = self.uneven_data or UnevenData(self.exchange, extends=self.extends_uneven_data)
@@ -176,23 +171,13 @@ class BatchWeighting(RunPart):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank has run out of data and only keeps the others company."""
+        """Whether this rank has run out of data and takes part with weight zero."""
         return self.uneven_data is not None and self.uneven_data.is_repeating
 
     @property
     def nobody_trained(self) -> bool:
-        """Whether no rank that this one steps with had data for this step: it is not to be taken."""
-        return self._withholds_empty_steps and self._nobody_contributed
-
-    @property
-    def _nobody_contributed(self) -> bool:
-        return self.weighting is not None and self.weighting.nobody_contributed
-
-    def take_alert(self) -> bool:
-        if self.exchange is None:
-            return self.has_alert()
-        is_alerted, self.exchange.is_alerted = self.exchange.is_alerted, False
-        return is_alerted
+        """Whether no rank that this one steps with had data for this step, which is withheld then."""
+        return self._withholds_empty_steps and self.weighting is not None and self.weighting.nobody_contributed
 
     def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
         if self.uneven_data is None or not is_training:
@@ -226,16 +211,16 @@ class BatchWeighting(RunPart):
         self._skipped_loss = None
 
     def skip(self) -> SkippedStep | None:
-        """Return what stands for a loss of None, if the other ranks need a backward of this one; else leave it None."""
+        """Return a substitute for a loss of None, if the other ranks need a backward of this one."""
         if self.trainer.world_size == 1:
-            return None  # left to Lightning
+            return None  # Lightning skips the batch
         self._skipped_loss = torch.zeros((), device=self.collectives.device, requires_grad=True)
         return SkippedStep(self._skipped_loss)
 
     def weigh(self, loss: Tensor) -> Tensor:
         if self.weighting is None:
             return loss
-        # First of all, because it may need all ranks.
+        # This comes first, because it may exchange messages.
         weight = 1.0 if self.weight_of is None else self._relative_weight()
         if loss is self._skipped_loss:
             self._skipped_loss = None
@@ -255,12 +240,13 @@ class BatchWeighting(RunPart):
         return self._relative_weight() * (self.trainer.accumulate_grad_batches if automatic else 1)
 
     def agree(self, loss: Any) -> Any:
-        """Return None, which means "no backward took place" to Lightning, on all ranks or on none."""
-        is_without = loss is None and self.weighting is not None and not self._nobody_contributed
-        return torch.zeros((), device=self.collectives.device) if is_without else loss
+        """Return None, by which Lightning knows that no backward took place, on all ranks or on none."""
+        if loss is None and self.weighting is not None and not self.weighting.nobody_contributed:
+            return torch.zeros((), device=self.collectives.device)
+        return loss
 
     def _relative_weight(self) -> float:
-        """Return the weight in units of a typical one, so that weighing moves no loss out of the range of its dtype."""
+        """Return the weight relative to a typical one, so that a weighted loss stays in the range of its dtype."""
         if self._weight is None:
             raise RuntimeError(
                 "`gradient_weight` has seen no batch: it cannot weigh batches that `training_step` takes from an"
@@ -270,39 +256,44 @@ class BatchWeighting(RunPart):
             assert self.exchange is not None  # or nothing is weighed
             self.exchange.send(MessageKind.REFERENCE_WEIGHT, weight=self._weight)
             mean = self.exchange.receive().weight / self.collectives.world_size
-            # A power of two, which no rounding depends on.
+            # A power of two changes no rounding.
             self._reference_weight = 2.0 ** round(math.log2(mean)) if mean > 0 else 1.0
         return self._weight / self._reference_weight
 
 
 @dataclass(eq=False)
 class UnfinishedBatch(RunPart):
-    """Copies what changes before a step, and takes it back."""
+    """Copies what micro-batches change, and restores it if a resumed run repeats them."""
 
+    trainer: Trainer
     module: nn.Module
-    device: torch.device | None  # has random numbers that checkpoints hold; None: they hold none
-    counts: Callable[[], Any]  # Lightning's, of the batches of the epoch
-    repeats_micro_batches: Callable[[], bool]  # whether a resumed run begins after the last step
+    position: EpochPosition
+    device: torch.device | None  # whose random numbers checkpoints hold; None: they hold none
     _random_state: dict[str, Any] | None = None
-    _has_copies: bool = False  # since they were made there was no step
+    _has_copies: bool = False  # made after the last step
     _num_batches: int = 0  # of the epoch, with this one
     _has_seen_step: bool = False
 
     def __post_init__(self) -> None:
-        # By the module that has it, and its name there: modules replace their buffers.
+        # A buffer is known by its module and its name there, because modules replace their buffers.
         self._places = [
             (owner, key)
             for owner in self.module.modules()
             for key, _ in owner.named_buffers(recurse=False)
-            # A scripted module does not say which of its buffers it saves.
+            # A scripted module does not have this attribute.
             if key not in getattr(owner, "_non_persistent_buffers_set", ())
         ]
-        # By place: the buffer, as it was found last, and its copy.
+        # By place: the buffer when it was copied, and its copy.
         self._kept: dict[tuple[nn.Module, str], tuple[Tensor, Tensor]] = {}
 
+    @property
+    def _repeats_micro_batches(self) -> bool:
+        """Whether a resumed run begins after the last step."""
+        return self.position.num_batches_trained() is not None
+
     def begin_batch(self, batch_idx: int) -> None:
-        self._num_batches = self.counts().ready
-        is_after_micro_batch = self._has_copies and not self.repeats_micro_batches()
+        self._num_batches = batch_progress(self.trainer).current.ready
+        is_after_micro_batch = self._has_copies and not self._repeats_micro_batches
         if is_after_micro_batch or self._random_state is None:
             self._note_random_state()
         if is_after_micro_batch:
@@ -329,28 +320,27 @@ class UnfinishedBatch(RunPart):
         self._has_copies = True
 
     def complete_step(self) -> None:
-        # What the batch has changed is to stay.
         self._has_copies = False
         self._has_seen_step = True
         self._note_random_state()
 
     def _note_random_state(self) -> None:
-        # Before the next batch is loaded, which draws as well.
+        # Loading the next batch, which comes later, may draw random numbers.
         if self.device is not None:
             self._random_state = random_state(self.device)
 
-    def undo_if_repeated(self, *, is_automatic: bool) -> None:
-        """Undo what a batch has changed that a resumed run will see again."""
-        is_repeated = self.repeats_micro_batches() or self.counts().completed < self._num_batches
-        if is_repeated and self._has_copies_of_step(is_automatic=is_automatic):
+    def undo_if_repeated(self) -> None:
+        """Undo the changes of a batch that was interrupted, if a resumed run repeats it."""
+        is_repeated = self._repeats_micro_batches or batch_progress(self.trainer).current.completed < self._num_batches
+        if is_repeated and self._has_copies_of_step:
             self.undo()
 
-    def undo_in(self, state_dict: dict[str, Any], *, is_automatic: bool) -> dict[str, Any] | None:
-        """Undo, in what is saved, what micro-batches have changed since the last step, if a resumed run repeats them.
+    def undo_in(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Undo in `state_dict` the changes of micro-batches after the last step, if a resumed run repeats them.
 
-        Return the random state of then, if there is one to save.
+        Return the random state after that step, if there is one to save.
         """
-        if not self.repeats_micro_batches() or not self._has_copies_of_step(is_automatic=is_automatic):
+        if not self._repeats_micro_batches or not self._has_copies_of_step:
             return None
         now = {place: getattr(*place, None) for place in self._kept}
         copy_of = {buffer.data_ptr(): self._kept[place][1] for place, buffer in now.items() if buffer is not None}
@@ -360,13 +350,15 @@ class UnfinishedBatch(RunPart):
                 state_dict[name] = copy
         return self._random_state
 
-    def _has_copies_of_step(self, *, is_automatic: bool) -> bool:
-        # With manual optimization the user may call optimizers that we do not see.
+    @property
+    def _has_copies_of_step(self) -> bool:
+        # With manual optimization a user may step optimizers without the strategy.
+        is_automatic = self.trainer.lightning_module.automatic_optimization
         return self._has_copies and (self._has_seen_step or is_automatic)
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Give buffers and random numbers the state that they had before the batch."""
+        """Restore buffers and random numbers to their state before the batch."""
         for (owner, key), (buffer, copy) in self._kept.items():
             if getattr(owner, key, None) is buffer:
                 buffer.copy_(copy)

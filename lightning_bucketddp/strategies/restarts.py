@@ -1,10 +1,10 @@
-"""`max_restarts`: a fit that has failed goes on in the processes that are well.
+"""`max_restarts`: a fit that has failed goes on in the processes that still run.
 
 Note: a restart
-    A restart is what `fit` does when it raises, and what it does when it is called again, without the program in
-    between. Rank 0 decides whether there is one, and writes that to the store. If the store has gone with its process,
-    the others wait at its address, and with `min_ranks` one of them makes another there. The launcher starts a new
-    process for a rank whose process is gone. All ranks meet, and read the newest checkpoint. A new process knows
+    A restart ends the failed fit as `fit` does when it raises, and begins another one, without returning to the
+    program. Rank 0 decides whether there is one, and writes that to the store. If the store has gone with its process,
+    the others wait at its address, and with `min_ranks` one of them makes another store there. The launcher starts a
+    new process for a rank whose process is gone. All ranks meet, and read the newest checkpoint. A new process knows
     nothing of earlier attempts, so nothing that ranks must agree on may depend on them.
 """
 
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Where rank 0 writes whether there is a restart, and within which time: it has ended its step, or will never.
+# The key where rank 0 writes whether there is a restart, and how long the others wait for it.
 _VERDICT = "restart"
 _VERDICT_WITHIN_S = 30.0
 _POLL_S = 0.02
-# Back-off where no attempt comes further than the one before it: 1 s, 2 s, 4 s.
+# Back-off while attempts do not come further than earlier ones: 1 s, 2 s, 4 s, ..., and at most this.
 _LONGEST_PAUSE_S = 60.0
 
 
 class ModuleAtStart:
-    """What no checkpoint holds of a module that `fit` was called with, and a new process has as it was then."""
+    """The state of a module before `fit` that no checkpoint holds, for processes that are not new."""
 
     def __init__(self, module: nn.Module) -> None:
         self._is_training = {it: it.training for it in module.modules()}
@@ -69,48 +69,42 @@ class ModuleAtStart:
 
 
 class Restarts:
-    """Decides after a failure whether a fit begins again, and clears away what the failed one has left."""
+    """Decides after a failure whether a fit begins again, and cleans up after the failed one."""
 
     def __init__(self, strategy: TrainerStrategy) -> None:
         self._strategy = strategy
         self._option = strategy.options.max_restarts
-        self._excepthook: Any = None
-        self._has_trained = False
         self.count = 0
-        self._at_start: ModuleAtStart | None = None
-        # The last failure and where it was; how far the run had come then, in steps, and how often in a row it came no
-        # further.
-        self._last: tuple[object, ...] = ()
-        self._furthest = 0
-        self._num_in_vain = 0
-        self._pause_s = 0.0  # on rank 0, for which the others wait where all meet
+        self._has_trained = False
+        self._pause_s = 0.0  # of rank 0, for which the others wait at the rendezvous
 
     def run(self, attempt: Callable[[], Any]) -> Any:
-        """Return what `attempt` does: a fit, which begins again if it fails, or another function of a Trainer."""
-        strategy = self._strategy
-        module = strategy.lightning_module
+        """Return the result of `attempt`: a fit, which begins again if it fails, or another function of a Trainer."""
+        module = self._strategy.lightning_module
         if module is None:
             return attempt()
-        self._excepthook = sys.excepthook
-        self._has_trained, self.count, self._last, self._furthest, self._num_in_vain = False, 0, (), 0, 0
-        self._at_start = ModuleAtStart(module)
-        try:
-            while True:
-                try:
-                    return attempt()
-                except Exception as error:
-                    if not self._follows(error):
-                        raise
-                # Here, where nothing holds the error any more.
-                self._begin()
-        finally:
-            self._at_start = None
+        at_start, excepthook = ModuleAtStart(module), sys.excepthook
+        self.count, self._has_trained = 0, False
+        self._last: tuple[object, ...] = ()  # the last failure and where it was
+        self._furthest = 0  # the most steps of an attempt
+        self._num_in_vain = 0  # attempts in a row that did not come further
+        while True:
+            try:
+                return attempt()
+            except Exception as error:
+                if not self._follows(error):
+                    raise
+            # Outside of `except`, so that the error does not keep its frames.
+            self._clean_up(at_start, excepthook)
+            self._strategy.has_partial_step = True  # until the checkpoint is loaded
+            self._strategy._checkpoints.auto_resume.begin_restart()
+            begin_fit(self._strategy.trainer)
 
     def rendezvous(self, address: StoreAddress) -> Rendezvous:
         """Return the rendezvous of a restart."""
         timeouts, min_ranks = self._strategy.options.timeouts, self._option.min_ranks
         members = self._strategy.members or list(range(address.world_size))
-        # The first of them decides when it has waited long enough. It may have paused before.
+        # The first member decides when it has waited long enough. It may have paused before.
         is_first = address.rank == members[0]
         timeout_s = timeouts.rejoin_s + (0 if is_first else _LONGEST_PAUSE_S)
         rendezvous = Rendezvous(address, timeout_s=timeout_s, option="Timeouts(rejoin_s=...)")
@@ -120,7 +114,7 @@ class Restarts:
         return rendezvous
 
     def set_members(self, store: Any, ranks: list[int], *, num_launched: int) -> None:
-        """Number `ranks`, which have met, anew. They may be fewer than were launched, or other ones than before."""
+        """Renumber `ranks`, which have met. They may be fewer than were launched, or others than before."""
         strategy = self._strategy
         before = list(range(num_launched)) if strategy.members is None else strategy.members
         StrategyBase.store, StrategyBase.members = store, ranks if len(ranks) < num_launched else None
@@ -133,7 +127,7 @@ class Restarts:
             log.warning(wrap(f"bucketddp: going on with {len(ranks)} of {num_launched} ranks, numbered anew.{text}"))
 
     def admit_returned(self) -> None:
-        """Raise if a rank that was left out is there again, and a checkpoint was just saved: nothing is lost."""
+        """Raise if a rank that was left out has returned, and a checkpoint was just saved, so that nothing is lost."""
         strategy, auto_resume = self._strategy, self._strategy._checkpoints.auto_resume
         if strategy.members is not None and auto_resume.has_saved:
             auto_resume.has_saved = False
@@ -142,13 +136,13 @@ class Restarts:
                 raise RuntimeError(f"{list_some_ranks(knocks)} can be taken in again")
 
     def begin_training(self) -> None:
-        """Take failures from now on, when there is a checkpoint, for those of machines. What fails before is not."""
+        """Restart after failures from now on, when there is a checkpoint. Earlier failures are those of the program."""
         self._strategy.has_partial_step = False
         self._strategy._checkpoints.auto_resume.save_start(self._strategy.trainer)
         self._has_trained = True
 
     def _follows(self, error: Exception) -> bool:
-        """Return whether there is a restart after `error`, which has ended the run; then the failed fit is over."""
+        """Return whether a restart follows `error`, which has ended the run; if so, end the failed fit."""
         strategy = self._strategy
         if not self._has_trained or isinstance(error, (*strategy.root.normal_ends, StartError)):
             return False
@@ -163,7 +157,7 @@ class Restarts:
         if handler is not None:
             handler.forget_at_exit()
             if handler.signals is not None and handler.signals.late_signal:
-                signal.raise_signal(handler.signals.late_signal)  # it shall end the run, and not only the attempt
+                signal.raise_signal(handler.signals.late_signal)  # ends the run, not only the attempt
         # Its frames hold the tensors of the failed step.
         seen: BaseException | None = error
         while seen is not None:
@@ -185,7 +179,7 @@ class Restarts:
                     while not store.check([_VERDICT]) and time.monotonic() < deadline:
                         time.sleep(_POLL_S)
                     return store.check([_VERDICT]) and json.loads(store.get(_VERDICT)) is None
-            except RuntimeError:  # the store has gone with the process of rank 0, which somebody may start again
+            except RuntimeError:  # the store has gone with the process of rank 0, which may be started again
                 StrategyBase.store = None
                 return failure.rank == 0 and failure.kind in (Kind.DIED, Kind.LOST) and self.count < self._option.number
         if why_not is not None and is_rank_zero:
@@ -215,22 +209,17 @@ class Restarts:
         self._strategy._checkpoints.auto_resume.note_restart(failure, trainer)
         return None
 
-    def _begin(self) -> None:
-        """Clear away what the failed attempt has left in this process, and have a process for every rank."""
-        strategy = self._strategy
-        assert self._at_start is not None
-        # Where all ranks have raised, none has left the group.
+    def _clean_up(self, at_start: ModuleAtStart, excepthook: Any) -> None:
+        """Clean up after the failed attempt in this process."""
+        # Where all ranks have raised, none has left the process group.
         if torch.distributed.is_initialized():
             abort_device_groups()
             leave_process_group()
-        # Each process group puts another prefix, "[rank0]: ", before the lines of an exception.
+        # Otherwise each process group adds another prefix, "[rank0]: ", to the lines of an exception.
         if sys.excepthook.__module__ == torch.distributed.distributed_c10d.__name__:
-            sys.excepthook = self._excepthook
+            sys.excepthook = excepthook
         time.sleep(self._pause_s)
-        self._at_start.restore()
-        strategy.has_partial_step = True  # until the checkpoint is loaded
-        strategy._checkpoints.auto_resume.begin_restart()
+        at_start.restore()
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
-        begin_fit(strategy.trainer)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -18,15 +19,15 @@ from lightning_bucketddp.checkpoint.rank_state import RankSeeds
 from lightning_bucketddp.config import AUTO, LocalSteps, MaxRestarts, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
-from lightning_bucketddp.faults.progress import FORWARD
-from lightning_bucketddp.faults.signals import StopSignals
+from lightning_bucketddp.faults.progress import BACKWARD, FORWARD
 from lightning_bucketddp.local_steps.islands import Islands
 from lightning_bucketddp.part import RunPart
+from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from lightning_bucketddp.strategies import fit_state, trainer_step
 from lightning_bucketddp.strategies.base import StrategyBase
-from lightning_bucketddp.strategies.fit_state import FitState, LoaderPreparation
+from lightning_bucketddp.strategies.fit_state import FitState, FitTally, LoaderPreparation
 from lightning_bucketddp.strategies.options import DDPOptions, GradientWeightOption, StartMethod
 from lightning_bucketddp.strategies.restarts import Restarts
 from lightning_bucketddp.strategies.trainer_checkpoints import TrainerCheckpoints
@@ -52,14 +53,14 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         timeout: How long a collective may take: a `timedelta`, or a number of seconds.
         start_method: How the processes are started.
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
-            `auto`: sizes computed from what the first backwards have shown (docs/faster.md).
+            `auto`: sizes computed from measurements in the first backwards (docs/faster.md).
         overlap: Reduce gradients while backward still runs.
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
             `int8`: a quarter of the bytes of fp32, for slow networks (docs/slow-networks.md).
         shard_optimizer: Divide the optimizers' state among the ranks: the same numbers, and a fraction of its memory on
             each. `parameters`: by whole parameters, also where an optimizer would allow smaller parts.
         replica_checks: After how many steps the ranks compare their weights and optimizer state, beside the comparison
-            before each checkpoint; None: only then. `ReplicaChecks` also says what to do if they differ.
+            before each checkpoint; None: only then. A `ReplicaChecks` also sets what to do if they differ.
         rank_seeds: Give each rank random numbers of its own, for dropout and augmentation, and save them.
         gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
             gives its weight, for example its number of tokens. By default every rank counts the same.
@@ -74,22 +75,19 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         async_checkpoints: Write checkpoints while training goes on.
         auto_resume: Have `trainer.fit` without `ckpt_path` continue from the newest intact checkpoint of this run,
             within an epoch with the samples that it has not trained on.
-        max_restarts: How often a fit goes on after a failure, from the newest checkpoint: in the processes that are
-            well, and in a new one for a rank that died (docs/restart.md). Needs `auto_resume`. `MaxRestarts` says more.
+        max_restarts: How often a fit goes on after a failure, from the newest checkpoint, with a new process for a rank
+            that died (docs/restart.md). Needs `auto_resume`. A `MaxRestarts` sets more.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
             on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
-        local_steps: How many steps each host takes without the others, before all ranks average what these have changed
-            in the weights (DiLoCo), for slow networks; or `LocalSteps`, which says more. By default all ranks average
-            their gradients in each step.
+        local_steps: How many steps each host takes without the others, before all ranks average the changes of the
+            weights (DiLoCo), for slow networks; a `LocalSteps` sets more. By default ranks average gradients instead.
         cuda_graphs: Capture `training_step` and backward as CUDA graphs, and replay them: without time of the host.
-            What cannot be captured runs as usual, and the log says why (docs/faster.md).
+            What cannot be captured runs as usual, and the reason is logged (docs/faster.md).
         **ddp_options: Other keywords of torch's `DistributedDataParallel` (`DDPOptions`).
     """
 
-    # Fabric looks for one before it says that it is Fabric (see `follow_root`).
-    _precision: ClassVar[Any] = None
-    # Set while somebody searches for a batch size, by steps that do not count.
-    is_searching: bool = False
+    _precision: ClassVar[Any] = None  # Fabric reads it before it sets the accelerator (see `follow_root`)
+    is_searching: bool = False  # for a batch size, by steps that do not count
 
     def __init__(
         self,
@@ -138,7 +136,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self.restarts = Restarts(self) if self.options.max_restarts.number > 0 else None
         self._rank_seeds = RankSeeds() if self.options.rank_seeds else None
         size, weight = self.options.global_batch_size, self.options.gradient_weight
-        # What makes a step stays what it is on another number of ranks, also where only the user resumes.
+        # With `global_batch_size` a step stays the same on another number of ranks, also where only the user resumes.
         is_exact = self.options.auto_resume or self.options.shard_iterable or size is not None
         self._position = EpochPosition(is_on=is_exact)
         self._batch_size = GlobalBatchSize(size, weighs=weight is None, begun=self._position.begun)
@@ -149,7 +147,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._model_averager: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
+        # A spawned process cannot use what belongs to the process group of this one.
         absent = dict.fromkeys(("_collectives", "_fault_handler", "_islands"))
         return {**super().__getstate__(), **absent, "_state": FitState()}
 
@@ -159,7 +157,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
 
     @property
     def reducer(self) -> Reducer | None:
-        """What averages the gradients of the last fit; None: there was none."""
+        """What averages the gradients of the last fit; None: there was no fit."""
         return self._state.reducer
 
     @property
@@ -172,55 +170,35 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         return super().has_partial_weights or (local_steps is not None and local_steps.is_partial)
 
     @property
-    def signals(self) -> StopSignals | None:
-        return None if self._fault_handler is None else self._fault_handler.signals
-
-    @property
-    def is_distributed(self) -> bool:
-        """For code that asks the strategy; Lightning itself sees a `DDPStrategy` (see `adopt_process_setup`)."""
+    def is_distributed(self) -> bool:  # for users; Lightning asks for a `DDPStrategy` (see `adopt_process_setup`)
         return True
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this rank does what one does for all: rank zero, or the one that saves when it has died."""
+        """Whether this rank acts for all: it is rank zero, or saves in its place because that rank has died."""
         is_saver = None if self._fault_handler is None else self._fault_handler.is_saver
         return self.global_rank == 0 if is_saver is None else is_saver
 
     @property
     def trainer(self) -> Trainer:
-        assert self.lightning_module is not None  # there is one as long as there is a run
+        assert self.lightning_module is not None  # a run has begun
         return self.lightning_module.trainer
 
     def _active_reducers(self) -> list[Reducer]:
         return [] if self.reducer is None else [self.reducer]
 
-    def gather_json(self, value: Any) -> list[Any]:
-        """Return this JSON value of every rank, by rank."""
-        assert self._collectives is not None  # there is a run
-        return self._collectives.gather_json(value)
-
     # The start of a run.
 
-    @property
-    def accelerator(self) -> Any:
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        # The first thing that a Trainer or Fabric gives us, and it tells which root of Lightning that is from.
-        self.root.follow_root(self, accelerator)
-        self._accelerator = accelerator
-
-    def launched(self, trainer: Any, function: Callable[..., Any], args: Any) -> AbstractContextManager[None]:
-        return self._checkpoints.auto_resume.launched(trainer, function, args)
+    def launched(self, *args: Any) -> AbstractContextManager[None]:
+        return self._checkpoints.auto_resume.launched(*args)
 
     def setup_environment(self) -> None:
-        self._checkpoints.refuse_plugin(self.root.async_checkpoint_io)
+        self._checkpoints.refuse_plugin()
         super().setup_environment()
         self.set_world_ranks()
         self._start_together()
         self.setup_distributed()
-        # Without a Trainer nobody would say when the run is over.
+        # Without a Trainer nothing would end the watchdog.
         if self.world_size > 1 and self.lightning_module is not None:
             self._begin_watching().handle_signals(self.trainer, callback=self.root.callback)
         if self._collectives is None or not self._collectives.is_open:
@@ -238,13 +216,13 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         is_fit = trainer.state.fn == "fit"
         self._checkpoints.end_restoring(is_fit=is_fit)
-        # What is left of an earlier fit is told by `reducer`, also after an evaluation, and can be saved.
+        # After an evaluation, the state of an earlier fit can still be read and saved.
         self._state = FitState(is_fit=is_fit, reducer=self.reducer, shards=self.shards)
         fit_state.prepare_run(self, trainer)
         super().setup(trainer)
+        if is_fit and self.differs_by_design:
+            self._enable_model_averaging()
         if is_fit:
-            if self.differs_by_design:
-                self._enable_model_averaging()
             self._log_start(self.reducer)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
@@ -253,14 +231,14 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         if self._rank_seeds is not None:
-            # Now that the weights are shared, and before anything asks for the training data: workers' seeds are drawn.
+            # After the weights are shared, and before the training data is made, which draws the seeds of workers.
             assert self._collectives is not None
             self._rank_seeds.begin(step=trainer.global_step, collectives=self._collectives, device=self.root_device)
         super().setup_optimizers(trainer)
         fit_state.divide_optimizers(self, trainer.lightning_module)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # Called in each fit that resumes, after `setup`, and by nothing else that reads a checkpoint.
+        # Lightning calls this in each fit that resumes, after `setup`, and not where else a checkpoint is read.
         if self._state.local_steps is not None:
             checkpoint = self._state.local_steps.take_state(checkpoint, self.precision_plugin)
         super().load_optimizer_state_dict(checkpoint)
@@ -270,7 +248,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """What Lightning makes the sampler of a dataloader with (Note: all samples first)."""
+        """The arguments of the sampler that Lightning gives a dataloader (Note: all samples first)."""
         ranks = {"num_replicas": self.world_size, "rank": self.global_rank}
         return ranks if self._state.evaluation is None else self._state.evaluation.sampler_kwargs() or ranks
 
@@ -280,10 +258,13 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
     # Training.
 
     def on_train_start(self) -> None:
-        trainer_step.begin_training(self)
+        for part in self._parts:
+            part.begin_training()
+        self._checkpoints.begin_training()
+        assert self.reducer is not None  # `setup` has made it
+        self._state.tally = FitTally(self.trainer.global_step, self.reducer)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        # Validation has batches of its own.
         is_training = self.lightning_module is not None and self.trainer.training
         if is_training:
             for part in self._parts:
@@ -294,7 +275,13 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._refuse_after_failure()
         trainer_step.begin_batch(self, batch_idx)
+
+    def _refuse_after_failure(self) -> None:
+        """Raise if a backward has failed, even if a `training_step` has caught its error."""
+        if self.reducer is not None and not self.is_searching:
+            self.reducer.refuse_after_failure()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         step = super().training_step
@@ -304,28 +291,34 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         return trainer_step.run_backward(self, closure_loss, optimizer, *args, **kwargs)
 
     def before_forward(self) -> None:
-        """Do what comes before each `training_step`, also before a replay of one."""
+        """Prepare for a `training_step`, or for a replay of one."""
         self._progress.enter(FORWARD)
         for part in self._parts:
             part.before_forward()
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """Return `loss` as backward shall see it, and count its weight."""
+        """Return the weighted `loss` for backward, and count its weight."""
         for part in self._parts:
             loss = part.weigh(loss)
         return loss
 
     def loss_factor(self) -> float:
         """Return what `weigh` multiplies the loss of this batch by."""
-        assert self._state.weighting is not None  # there is one as long as there is a fit
+        assert self._state.weighting is not None  # a fit runs
         return self._state.weighting.loss_factor
 
     def release_graphs(self) -> None:
         if self._state.graphs is not None:
             self._state.graphs.release()
 
-    def replayed_backward(self) -> AbstractContextManager[None]:
-        return trainer_step.replayed_backward(self)
+    @contextmanager
+    def replayed_backward(self) -> Iterator[None]:
+        """Run a replay of `training_step` and backward inside; afterwards gradients are final."""
+        with self.recording.during(BACKWARD), self.ending_all_ranks(*self._active_reducers()):
+            self._progress.enter(BACKWARD)
+            yield
+        if self.signals is not None:
+            self.signals.stop_if_agreed()
 
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Accumulate gradients on this rank only, in backwards that run inside."""
@@ -336,13 +329,13 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         return trainer_step.take_step(self, optimizer, closure, lambda before: take(optimizer, before, model, **kwargs))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return `tensor` reduced over the ranks: in place, but for a mean of integers, which is a fraction."""
+        """Reduce `tensor` over the ranks, in place except for a mean of integers, and return it."""
         is_mean = reduce_op in ("mean", "avg", torch.distributed.ReduceOp.AVG)
         if is_mean and isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
-            # Lightning divides logged means by a mean number of samples. One that is cut off would be wrong. This
-            # rank's own number goes on counting, and must not become that of all ranks.
+            # Lightning divides logged means by the mean number of samples, which must not be truncated, and goes on
+            # counting in `tensor`, which must stay this rank's own.
             total = self.root.reduce(self, tensor.clone(), group, "sum")
-            # A run that was aborted has no process group, and nothing was added up.
+            # An aborted run has no process group, and nothing was summed.
             return total / (torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1)
         return self.root.reduce(self, tensor, group, reduce_op)
 
@@ -383,7 +376,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
     # Checkpoints.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights, which are those of all ranks: the first thing that goes into a checkpoint."""
+        """Return the weights, the same on all ranks. Lightning puts them into a checkpoint first."""
         if self._state.islands is not None:
             self._checkpoints.await_all("the weights of all islands")
         for part in self._parts:
@@ -415,13 +408,22 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
     # The end of a run.
 
     def on_train_end(self) -> None:
-        trainer_step.end_training(self)
+        self._refuse_after_failure()
+        if self.reducer is not None:
+            self.reducer.finiteness.catch_up(self.reducer.stats)
+        for part in self._parts:
+            part.end_training()
+        self._checkpoints.end_training()
+        assert self._state.tally is not None  # training has begun
+        self._state.done = self._state.tally.describe(self)
 
     def end_run_by(self, error: BaseException) -> None:
         try:
             super().end_run_by(error)
         finally:
-            trainer_step.undo_unfinished(self, error)
+            if self._state.unfinished is not None and not isinstance(error, self.root.normal_ends):
+                with suppress(RuntimeError):  # where the device has failed, nothing can be saved
+                    self._state.unfinished.undo_if_repeated()
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -432,17 +434,20 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._loaders.close()
         self.model = self._state.close(self.model)
         has_raised = self._fault_handler is not None and self._fault_handler.watchdog.is_ending
-        # Otherwise `on_fit_end` and `teardown` of the user's are still to come.
-        if has_raised:
+        if has_raised:  # otherwise `on_fit_end` and `teardown` of the user are still to come
             self._end_watching()
         self._state.end_exchange(self._collectives, has_raised=has_raised)
         self._checkpoints.close()
         super().teardown()
         if self._state.shards is not None:
-            # The model was moved to the CPU, so that its memory on the device is free.
+            # Lightning has moved the model to the CPU to free its memory on the device.
             self._state.shards.follow_params()
 
     def end_run(self) -> None:
         stop_signal = 0 if self.signals is None else self.signals.stop_signal
         self._end_watching()
-        trainer_step.end_run(self, stop_signal)
+        done, self._state.done = self._state.done, []
+        if done:
+            rank_zero_info(f"bucketddp: {'; '.join(done)}.")
+        if stop_signal == signal.SIGINT:  # too late for this run, but the program may begin another one
+            signal.raise_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Checkpoints of a fit: who writes them, what they hold of ours, and what a resumed run takes from one."""
+"""Checkpoints of a fit: which rank writes them, what the strategy adds to them, and what a resumed run restores."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Where our part of a checkpoint is. Other strategies do not look there.
+# The key of our part of a checkpoint, which other strategies ignore.
 _OURS = "bucketddp"
-# `ModelCheckpoint` removes older ones; of so many one should be left.
+# `ModelCheckpoint` removes older checkpoints; one of so many should be left.
 _NUM_SAVED_KNOWN = 20
 
 
@@ -51,35 +51,33 @@ class TrainerCheckpoints:
         self._strategy = strategy
         self.auto_resume = AutoResume(is_on=strategy.options.auto_resume)
         self._roll_call: RollCall | None = None
-        # From the set-up of the environment, which all ranks have, to that of the strategy the Trainer loads a
-        # checkpoint on every rank that has found one. Only then are the others asked: a user may load on one rank alone
-        # at any time.
+        # Between the set-up of the environment and that of the strategy, the Trainer loads a checkpoint on every rank,
+        # and ranks wait for each other. At any other time, a user may load on one rank alone.
         self._is_restoring = False
-        # None: nothing was trained.
-        self._weights_at_start: Severities | None = None
-        # As long as training goes on. Who saves before or after that may want to read the file at once.
+        self._weights_at_start: Severities | None = None  # None: nothing was trained
+        # While training goes on. A user who saves before or after may want to read the file at once.
         self._in_background = False
-        # The last checkpoints from which training could go on, as every rank knows them. Some may be gone by now.
+        # The last checkpoints from which training could go on, the same on every rank. Some may be removed by now.
         self._saved: deque[str] = deque(maxlen=_NUM_SAVED_KNOWN)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_roll_call": None}
 
-    def refuse_plugin(self, async_checkpoint_io: type) -> None:
-        """Raise if the user's plugin, an `async_checkpoint_io`, and an option both write in the background."""
-        options = self._strategy.options
-        has_option = options.async_checkpoints or options.auto_resume
-        if not has_option or not isinstance(plugin := self._strategy.checkpoint_io, async_checkpoint_io):
+    def refuse_plugin(self) -> None:
+        """Raise if an option excludes the user's plugin, which writes in the background."""
+        plugin, options = self._strategy.checkpoint_io, self._strategy.options
+        if not isinstance(plugin, self._strategy.root.async_checkpoint_io):
             return
         name = type(plugin).__name__
         if options.async_checkpoints:
             raise ValueError(
                 f"`async_checkpoints=True` and the plugin `{name}` both write in the background. Pass one of them."
             )
-        raise ValueError(
-            f"`auto_resume=True` cannot tell when the plugin `{name}` has written a checkpoint. Pass"
-            " `async_checkpoints=True` instead of the plugin."
-        )
+        if options.auto_resume:
+            raise ValueError(
+                f"`auto_resume=True` cannot tell when the plugin `{name}` has written a checkpoint. Pass"
+                " `async_checkpoints=True` instead of the plugin."
+            )
 
     def join_process_group(self) -> None:
         strategy = self._strategy
@@ -100,7 +98,7 @@ class TrainerCheckpoints:
         if self._in_background:
             self.wait()
         if strategy.is_searching:
-            # Lightning gives the file a name of its own on each rank.
+            # Lightning names the file differently on each rank.
             path = strategy.broadcast(path)
         if self._is_restoring and strategy._collectives is not None:
             self._is_restoring = False
@@ -113,7 +111,7 @@ class TrainerCheckpoints:
         return checkpoint
 
     def end_restoring(self, *, is_fit: bool) -> None:
-        """Call when the Trainer would have loaded a checkpoint if it had found one."""
+        """Note that the Trainer has loaded a checkpoint by now, if it has found one."""
         if self._is_restoring and self._strategy._collectives is not None:
             self._is_restoring = False
             read_nowhere(self._strategy._collectives)
@@ -121,7 +119,7 @@ class TrainerCheckpoints:
             self._weights_at_start = None  # known when all is restored
 
     def restore(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore what Lightning knows nothing of."""
+        """Restore the states that Lightning does not know."""
         state = checkpoint.get(_OURS, {})
         if "comm_hook_state" in state and (hook_state := self._hook_state(self._strategy._collectives)) is not None:
             hook_state.restore(state["comm_hook_state"])
@@ -142,10 +140,14 @@ class TrainerCheckpoints:
             self._saved.append(str(trainer.ckpt_path))
             if NAN not in self._weights_at_start.values():
                 strategy._finite_checkpoints.add(trainer.ckpt_path, can_resume=True)
-        self.auto_resume.started(trainer)
+        self.auto_resume.forget_path(trainer)
+        if strategy.restarts is not None:
+            strategy.restarts.begin_training()
+        if strategy._rank_seeds is not None:
+            strategy._rank_seeds.continue_after_start(trainer, strategy.root_device)
 
     def await_all(self, what: str) -> None:
-        """Wait until all ranks save `what`; raise if some do not. After a failure each of them may save, or none."""
+        """Wait until all ranks save `what`; raise if some do not. After a failure any of them may save alone."""
         strategy, roll_call = self._strategy, self._roll_call
         handler, collectives = strategy._fault_handler, strategy._collectives
         if roll_call is None or collectives is None or not collectives.is_open or strategy.trainer.interrupted:
@@ -183,25 +185,23 @@ class TrainerCheckpoints:
 
     def _compare_replicas(self, checkpoint: dict[str, Any], path: Any) -> None:
         strategy = self._strategy
-        # Where a rank has failed the others save alone, if at all.
+        # After a failure there is nobody to compare with.
         if strategy._state.replicas is None or strategy._collectives is None or not strategy._collectives.is_open:
             return
         has_differed = [part.compare(when=f"before checkpoint `{path}` is written") for part in strategy._parts]
         if any(has_differed) and "optimizer_states" in checkpoint:
-            # Tensors in a checkpoint are those of the module and the optimizers, numbers are copies.
+            # Tensors in a checkpoint are those of the module and the optimizers, which were healed; numbers are copies.
             checkpoint["optimizer_states"] = [strategy.optimizer_state(it) for it in strategy.optimizers]
 
     def _save(self, checkpoint: dict[str, Any], path: Any, write: Callable[[dict[str, Any], Any], None]) -> None:
         strategy, finite = self._strategy, self._strategy._finite_checkpoints
-        # Without optimizers only the weights are wanted.
-        can_resume = "optimizer_states" in checkpoint
-        unfinished, module = strategy._state.unfinished, strategy.lightning_module
+        can_resume = "optimizer_states" in checkpoint  # otherwise the user saves weights only
         before: dict[str, Any] | None = None
-        if can_resume and unfinished is not None and module is not None:
-            before = unfinished.undo_in(checkpoint["state_dict"], is_automatic=module.automatic_optimization)
+        if can_resume and (unfinished := strategy._state.unfinished) is not None:
+            before = unfinished.undo_in(checkpoint["state_dict"])
         if can_resume and (state := self._training_state(path, random_state=before)):
             checkpoint[_OURS] = state
-        # After an exception the process may end at any time: that save is the last one, and nothing is to go on.
+        # After an exception the process may end at any time, so this save completes before anything else.
         in_background = self._in_background and not strategy.trainer.interrupted
 
         def save() -> None:
@@ -232,9 +232,9 @@ class TrainerCheckpoints:
             self._saved.append(str(path))
 
     def _training_state(self, path: Any, *, random_state: dict[str, Any] | None) -> dict[str, Any]:
-        """Return what training needs of ours to resume. All ranks must call this; rank zero's result counts.
+        """Return our part of a checkpoint, which counts on rank zero. All ranks must call this.
 
-        `random_state` is that to resume with; None: the one of now.
+        `random_state` is the one to resume with; None: the current one.
         """
         strategy, local_steps = self._strategy, self._strategy._state.local_steps
         collectives, seeds, islands = strategy._collectives, strategy._rank_seeds, strategy._state.islands
@@ -284,7 +284,7 @@ class TrainerCheckpoints:
         strategy._writer.remove(remove_there, path=place)
 
     def raise_failure(self) -> None:
-        """Raise what has failed in the background, on every rank. All ranks must call this."""
+        """Raise an error of the background writer on every rank. All ranks must call this."""
         write_on_rank_zero(self._strategy._writer.raise_failure, self._strategy._collectives)
 
     def wait(self) -> None:
@@ -297,20 +297,19 @@ class TrainerCheckpoints:
         write_on_rank_zero(wait, self._strategy._collectives)
 
     def end_training(self) -> None:
-        # What is saved from now on is saved by hand.
         self._strategy._finite_checkpoints.forget_warning()
         self.wait()
         if self._strategy.is_global_zero:
             self.auto_resume.end(self._strategy.trainer)
 
     def close(self) -> None:
-        """Wait for what is in flight, without the other ranks."""
+        """Wait for writes in flight, without the other ranks."""
         self._in_background = False
         with suppress(Exception):  # it is in the log
             self._strategy._writer.drain()
 
     def directory(self) -> str | None:
-        """Return where callbacks save, if that is on a disk of this host."""
+        """Return the directory in which callbacks save, if it is local."""
         for callback in self._strategy.trainer.checkpoint_callbacks:
             if (directory := getattr(callback, "dirpath", None)) is not None:
                 filesystem, path = url_to_fs(str(directory))

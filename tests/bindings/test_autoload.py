@@ -1,4 +1,4 @@
-"""`strategy="bucketddp"` is known to Lightning without an import, and to import us never hurts."""
+"""Lightning knows `strategy="bucketddp"` without an import, and importing the package breaks nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.programs import REPOSITORY, run_code, run_code_after_torch
 
-# Prints the names that a registry has of us, with the options behind each, and whether the strategy is of its root.
+# Prints our names in a registry, with the options of each, and whether the strategy is of its root.
 REGISTERED = """
 def show(registry, strategy):
     for name in registry.available_strategies():
@@ -27,7 +27,7 @@ def show_registered(trainer: str, fabric: str) -> str:
 
 
 def registered(*, num_roots: int) -> list[str]:
-    """What is printed if all names are registered with each of so many roots."""
+    """Return what is printed if all names are registered with this number of roots."""
     lines = []
     for name, start_method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
         lines.append(f"bucketddp{name} [('start_method', '{start_method}')] True")
@@ -37,7 +37,7 @@ def registered(*, num_roots: int) -> list[str]:
     return lines * num_roots
 
 
-# Lightning imports torch, which calls us, so a root is half imported then.
+# Lightning imports torch, which loads our entry point, so a root is partly imported then.
 @pytest.mark.parametrize(
     ("trainer", "fabric"),
     [
@@ -52,8 +52,8 @@ def test_importing_lightning_registers_every_name_with_a_strategy_of_that_root(t
     assert REPOSITORY in Path(file).parents  # it is installed as editable where tests run
 
 
-def test_importing_torch_imports_of_us_one_file_that_needs_nothing_else() -> None:
-    # Entry points are among the last things that torch loads: behind them it imports only some of its own modules.
+def test_importing_torch_imports_one_of_our_files_that_needs_nothing_else() -> None:
+    # Torch loads entry points late: after them it imports only some of its own modules.
     printed = run_code("""
         import sys
         class Recorder:
@@ -78,19 +78,17 @@ strategies.StrategyRegistry.get("bucketddp")
 print("lightning_bucketddp.bindings.trainer_lightning" in loaded())
 print([name for name in loaded() if name.split(".")[1] in ("callbacks", "commands", "recording")])
 print([name for name in loaded() if "fabric" in name or "pytorch_lightning" in name])
-# Modules that we look into keep a loader of their own.
+# Modules whose import is hooked keep their loader.
 print(type(strategies.__loader__).__name__, type(strategies.__spec__.loader).__name__)
 print("StrategyRegistry" in inspect.getsource(strategies))
 """
-    printed = run_code_after_torch(code + show_registered("lightning.pytorch", "lightning.fabric"))
-    assert printed.splitlines() == [
+    assert run_code_after_torch(code).splitlines() == [
         "['lightning_bucketddp.bindings', 'lightning_bucketddp.bindings.registration']",
         "True",
         "[]",
         "[]",
         "SourceFileLoader SourceFileLoader",
         "True",
-        *registered(num_roots=2),
     ]
 
 
@@ -169,18 +167,24 @@ print(strategy.__module__, issubclass(strategy, ROOT.strategies.Strategy))
 """
 
 
-def test_one_root_is_enough() -> None:
-    code = ONE_ROOT.replace("MISSING", "['pytorch_lightning', 'lightning_fabric']")
-    printed = run_code_after_torch(code.replace("ROOT", "lightning.pytorch").replace("FABRIC", "lightning.fabric"))
-    assert printed == "True True\nlightning_bucketddp.bindings.trainer_lightning True"
-
-
-@pytest.mark.long
-def test_one_root_is_enough_where_torch_loads_no_entry_points() -> None:
-    code = ONE_ROOT.replace("MISSING", "['lightning']")
-    code = code.replace("ROOT", "pytorch_lightning").replace("FABRIC", "lightning_fabric")
-    printed = run_code(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert printed == "True True\nlightning_bucketddp.bindings.trainer_pytorch_lightning True"
+@pytest.mark.parametrize(
+    ("root", "fabric", "missing", "variables"),
+    [
+        ("lightning.pytorch", "lightning.fabric", ["pytorch_lightning", "lightning_fabric"], {}),
+        # Torch loads no entry points.
+        pytest.param(
+            "pytorch_lightning",
+            "lightning_fabric",
+            ["lightning"],
+            {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_one_root_is_enough(root: str, fabric: str, missing: list[str], variables: dict[str, str]) -> None:
+    code = ONE_ROOT.replace("MISSING", str(missing)).replace("ROOT", root).replace("FABRIC", fabric)
+    module = f"trainer_{root.replace('.pytorch', '')}"
+    assert run_code(code, **variables) == f"True True\nlightning_bucketddp.bindings.{module} True"
 
 
 def test_without_lightning_the_strategy_says_what_to_install() -> None:

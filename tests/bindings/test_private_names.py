@@ -49,32 +49,18 @@ TORCH: list[tuple[object, str]] = [
 OF_TORCH = {name for _, names in TORCH for name in names.split()}
 # Used where torch has it (see `_GIVE_BACK_ON`), or on a GPU.
 NEWER_TORCH = {"_storage_Use_Count", "_cuda_clearCublasWorkspaces"}
-# Attributes and methods of Lightning's own classes that our classes, which derive from those, override or share.
+# Attributes and methods of Lightning's classes that our classes, which derive from them, override or share.
 INHERITED = {
-    # the strategies
-    "_accelerator",
-    "_backward_sync_control",
-    "_configure_launcher",
-    "_launcher",
-    "_setup_model",
-    # the launchers
-    "_call_children_scripts",
-    "_collect_rank_zero_results",
+    *("_accelerator", "_backward_sync_control", "_configure_launcher", "_launcher", "_setup_model"),  # by strategies
+    *("_call_children_scripts", "_collect_rank_zero_results"),  # by launchers
 }
 METRICS = {"_computed", "_defaults", "_reductions", "_update_count"}
-# Of torch's, and of Hugging Face's, where a user has called something.
+# Attributes of torch and Hugging Face on objects of users.
 OF_USERS = {"_ddp_params_and_buffers_to_ignore", "_distributed", "_orig_mod"}
 # Names that look private to the scanner but are ours or the standard library's.
 OURS = {
-    "_bucketddp_raised_in",
-    "_even_original",
-    "_sync_original",
-    "_sync_collectives",
-    "_sync_is_idle",
-    "_typeshed",
-    "_ParallelStrategy",
-    "_TorchCheckpointIO",
-    "_view",
+    *("_bucketddp_raised_in", "_even_original", "_sync_original", "_sync_collectives", "_sync_is_idle"),
+    *("_typeshed", "_ParallelStrategy", "_TorchCheckpointIO", "_view"),
 }
 STANDARD = {"__cxa_atexit", "_current_frames", "_exit", "_replace"}
 

@@ -1,4 +1,4 @@
-"""Everything private of Lightning's, called in fits of two batches: a Lightning that has changed breaks here."""
+"""Each function with a private name of Lightning is called in fits of two batches: a changed Lightning fails here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_bucketddp import trainer_internals as internals
+from lightning_bucketddp.part import RunPart
+from lightning_bucketddp.strategies.fit_state import LoaderPreparation
 
 TRAINING, OTHER = list(torch.ones(4, 2)), list(torch.zeros(4, 2))
 
@@ -30,9 +32,9 @@ def root(request: pytest.FixtureRequest) -> Any:
     return import_module(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def without_monitor_of_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a search show its progress without a thread, which would stay."""
+    """Show the progress of a search without a thread, which would stay."""
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
 
 
@@ -41,7 +43,7 @@ def loader_of(samples: list[torch.Tensor], batch_size: int = 2) -> Any:
 
 
 def model_of(root: Any, **members: Any) -> Any:
-    """Return a module with data for two batches of everything; `members` are put in the place of its own."""
+    """Return a module with two batches of everything; `members` replace its own."""
 
     class Model(root.LightningModule):
         def __init__(self) -> None:
@@ -82,7 +84,7 @@ def trainer_with(root: Any, *, callbacks: Any = (), **options: Any) -> Any:
 
 
 def calling(root: Any, **hooks: Callable[[Any], None]) -> Any:
-    """Return a callback that calls these with the Trainer."""
+    """Return a callback whose `hooks` are called with the Trainer."""
     members = {name: lambda self, trainer, *_, hook=hook, **__: hook(trainer) for name, hook in hooks.items()}
     return type("Calling", (root.Callback,), members)()
 
@@ -101,7 +103,7 @@ def test_every_function_is_called_here() -> None:
     }
     nodes = ast.walk(ast.parse(Path(__file__).read_text()))
     called = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "internals"}
-    # What `saved_progress` returns, and what `replace_closures` gives.
+    # Made by `saved_progress` and `replace_closures`.
     returned = {"SavedProgress", "ClosureParts"}
     assert public - called == returned
 
@@ -127,29 +129,15 @@ def test_a_lightning_that_has_changed_is_named_with_what_is_missing(root: Any, m
         internals.replace_method(trainer, "gone", lambda: None)
 
 
-class Told:
-    """Which dataloaders reach a strategy while training data is set up, and which at other times."""
+class NotesData(RunPart):
+    """Notes the data of dataloaders, by whether it is for training."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.during: list[Any] = []
-        self.otherwise: list[Any] = []
-        self._is_during = False
-        process = trainer.strategy.process_dataloader
+    def __init__(self) -> None:
+        self.data: dict[bool, list[Any]] = {True: [], False: []}
 
-        def note(loader: Any) -> Any:
-            (self.during if self._is_during else self.otherwise).append(loader.dataset)
-            return process(loader)
-
-        internals.replace_method(trainer.strategy, "process_dataloader", note)
-        self.undo = internals.set_up_training_data_within(trainer, self._context)
-
-    @contextmanager
-    def _context(self) -> Any:
-        self._is_during = True
-        try:
-            yield
-        finally:
-            self._is_during = False
+    def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
+        self.data[is_training].append(loader.dataset)
+        return loader
 
 
 @pytest.mark.parametrize(
@@ -161,18 +149,20 @@ class Told:
     ],
     ids=["reloaded", "batch_size", "learning_rate"],
 )
-def test_training_data_is_told_from_other_data(
-    root: Any, searches: dict[str, Any], options: dict[str, Any], tmp_path: Path, without_monitor_of_bars: None
+def test_training_data_is_distinguished_from_other_data(
+    root: Any, searches: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     callbacks = [getattr(root.callbacks, name)(**arguments) for name, arguments in searches.items()]
     trainer = trainer_with(root, callbacks=callbacks, max_epochs=2, default_root_dir=tmp_path, **options)
-    told = Told(trainer)
+    loaders, part = LoaderPreparation(), NotesData()
+    loaders.watch(trainer)
+    internals.replace_method(trainer.strategy, "process_dataloader", lambda loader: loaders.prepare(loader, [part]))
     trainer.fit(model_of(root))
-    assert len(told.during) >= (1 if "LearningRateFinder" in searches else 2)
-    assert all(data is TRAINING for data in told.during)
-    assert told.otherwise
-    assert all(data is OTHER for data in told.otherwise)
-    told.undo()
+    assert len(part.data[True]) >= (1 if "LearningRateFinder" in searches else 2)
+    assert all(data is TRAINING for data in part.data[True])
+    assert part.data[False]
+    assert all(data is OTHER for data in part.data[False])
+    loaders.close()
     assert "setup_data" not in vars(trainer.fit_loop)
 
 
@@ -195,24 +185,24 @@ def test_samplers_are_prepared_by_stage(root: Any) -> None:
 def test_dataloaders_of_a_loop(root: Any) -> None:
     seen = []
 
-    def look(trainer: Any) -> None:
+    def observe(trainer: Any) -> None:
         combined = internals.combined_loader(trainer.fit_loop)
         seen.append((len(combined.flattened), combined.limits, internals.mode_of(combined), combined._dataset_length()))
         internals.set_num_samples(combined, lambda: 3 - len(seen))
         seen.append(combined._dataset_length())
 
-    fit(root, look)
+    fit(root, observe)
     assert seen == [(1, [2], "max_size_cycle", 4), 2, (1, [2], "max_size_cycle", 2), 2]
 
 
 def test_samplers_inside_of_lightnings(root: Any) -> None:
     kinds = []
 
-    def look(trainer: Any) -> None:
+    def observe(trainer: Any) -> None:
         (loader,) = internals.combined_loader(trainer.predict_loop).flattened
         kinds.append((type(loader.batch_sampler), type(internals.batch_sampler_within(loader.batch_sampler))))
 
-    trainer_with(root, callbacks=[calling(root, on_predict_start=look)]).predict(model_of(root))
+    trainer_with(root, callbacks=[calling(root, on_predict_start=observe)]).predict(model_of(root))
     ((outer, inner),) = kinds
     assert outer is not BatchSampler
     assert inner is BatchSampler
@@ -228,7 +218,7 @@ def test_samplers_inside_of_lightnings(root: Any) -> None:
 def test_counts_of_a_fit_and_of_its_checkpoint_and_that_a_resumed_one_has_begun(root: Any, tmp_path: Path) -> None:
     counts, marks = [], []
 
-    def look(trainer: Any) -> None:
+    def observe(trainer: Any) -> None:
         progress = internals.batch_progress(trainer), internals.epoch_progress(trainer)
         counts.append((progress[0].current.ready, progress[1].current.started))
         trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
@@ -238,7 +228,7 @@ def test_counts_of_a_fit_and_of_its_checkpoint_and_that_a_resumed_one_has_begun(
         internals.mark_as_begun(trainer)
         marks.append((before, trainer.fit_loop.restarting))
 
-    fit(root, look)
+    fit(root, observe)
     assert counts == [(1, 1), (2, 1)]
     saved = internals.saved_progress(torch.load(tmp_path / "2.ckpt", weights_only=False))
     assert saved is not None
@@ -260,12 +250,12 @@ def test_what_was_logged(root: Any) -> None:
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
             logged.append(metrics)
 
-    def look(trainer: Any) -> None:
+    def observe(trainer: Any) -> None:
         steps.append(internals.is_log_step(trainer))
         results.update(internals.logged_results(trainer))
         internals.log_at_once(trainer, {"ours": 1.0})
 
-    trainer = fit(root, look, logger=Logger())
+    trainer = fit(root, observe, logger=Logger())
     assert sorted(steps) == [False, True]
     assert results == {"training_step.loss"}
     assert [entry["ours"] for entry in logged if "ours" in entry] == [1.0, 1.0]
@@ -369,10 +359,10 @@ def test_averages_that_callbacks_keep(root: Any) -> None:
         pytest.skip("Lightning before 2.6 has none")
     found = []
 
-    def look(trainer: Any) -> None:
+    def observe(trainer: Any) -> None:
         found.extend(internals.averaged_models(trainer.callbacks))
 
-    callbacks = [root.callbacks.WeightAveraging(), calling(root, on_train_end=look)]
+    callbacks = [root.callbacks.WeightAveraging(), calling(root, on_train_end=observe)]
     trainer_with(root, callbacks=callbacks).fit(model_of(root))
     assert [type(model) for model in found] == [AveragedModel]
 
@@ -440,13 +430,13 @@ def test_a_fit_begins_with_another_checkpoint(root: Any, tmp_path: Path) -> None
     assert first_steps == [2, 4, 0]
 
 
-def test_callbacks_that_search(root: Any, tmp_path: Path, without_monitor_of_bars: None) -> None:
+def test_callbacks_that_search(root: Any, tmp_path: Path) -> None:
     found: list[bool | None] = []
 
-    def look(trainer: Any) -> None:
+    def observe(trainer: Any) -> None:
         found.extend(internals.ends_by_search(callback) for callback in trainer.callbacks)
 
-    callback = calling(root, setup=look)
+    callback = calling(root, setup=observe)
     trainer = trainer_with(root, callbacks=[callback], default_root_dir=tmp_path)
     tuner = import_module(f"{root.__name__}.tuner").Tuner(trainer)
     tuner.lr_find(model_of(root), num_training=2)
@@ -536,17 +526,17 @@ def test_what_replaces_a_method_is_taken_away_again_or_what_was_there_before() -
 
 
 def test_a_fit_that_has_failed_can_begin_again_from_nothing(root: Any, tmp_path: Path) -> None:
-    told: list[BaseException] = []
+    reported: list[BaseException] = []
     failure = ValueError("once")
 
     def fail_once(trainer: Any) -> None:
-        if not told and trainer.global_step == 1:
+        if not reported and trainer.global_step == 1:
             raise failure
 
-    tells = calling(root, on_train_batch_start=fail_once)
-    type(tells).on_exception = lambda self, trainer, module, error: told.append(error)
+    reports = calling(root, on_train_batch_start=fail_once)
+    type(reports).on_exception = lambda self, trainer, module, error: reported.append(error)
     saver = root.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    trainer = trainer_with(root, callbacks=[saver, tells], enable_checkpointing=True)
+    trainer = trainer_with(root, callbacks=[saver, reports], enable_checkpointing=True)
     module = model_of(root)
     interrupt = import_module(f"{root.__name__}.trainer.call")._interrupt
 
@@ -558,7 +548,7 @@ def test_a_fit_that_has_failed_can_begin_again_from_nothing(root: Any, tmp_path:
                 function(*args, **kwargs)
             except ValueError as error:
                 internals.end_failed_fit(trainer, error, interrupt=interrupt)
-            assert told == [failure]
+            assert reported == [failure]
             assert trainer.global_step == 1
             assert saver._last_global_step_saved == 1
             internals.begin_fit(trainer)

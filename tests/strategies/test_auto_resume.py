@@ -401,9 +401,10 @@ def hyperparameters() -> list[Any]:
 
 
 def test_hyperparameters_are_compared_by_what_they_hold() -> None:
-    assert json.dumps(plain(hyperparameters())) == json.dumps(plain(hyperparameters()))
+    assert json.dumps(hyperparameters(), default=plain) == json.dumps(hyperparameters(), default=plain)
     others = [{"lr": 0.2}, {"lr": 0.1, "sizes": (1, 3)}, signal.SIGINT, Setting(num_epochs=7), nn.ELU, {"a", "c"}]
-    texts = [json.dumps(plain(value)) for value in (*others, *hyperparameters(), signal.SIGTERM, Setting(), {"b", "a"})]
+    others += [*hyperparameters(), signal.SIGTERM, Setting(), {"b", "a"}]
+    texts = [json.dumps(value, default=plain) for value in others]
     assert len(set(texts)) == len(texts)
 
 

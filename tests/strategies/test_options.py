@@ -326,17 +326,8 @@ class OwnKeyword(BucketDDPStrategy):
         self.flavour = flavour
 
 
-class OwnKeywordOnly(BucketDDPStrategy):
-    def __init__(self, *, flavour: str = "plain") -> None:
-        super().__init__()
-        self.flavour = flavour
-
-
 def test_subclasses_have_keywords_of_their_own() -> None:
     strategy = OwnKeyword("sweet", overlap=False)
     assert (strategy.flavour, strategy.config.bucket_cap_mb, strategy.config.overlap) == ("sweet", 3, False)
-    assert OwnKeywordOnly(flavour="sour").flavour == "sour"
     with pytest.raises(TypeError, match=r"`OwnKeyword` has no option `overlaps`. Did you mean `overlap`\?"):
         OwnKeyword("sweet", overlaps=False)
-    with pytest.raises(TypeError, match=r"`OwnKeywordOnly` has no option `flavor`. Did you mean `flavour`\?"):
-        OwnKeywordOnly(flavor="sour")  # type: ignore[call-arg]

@@ -55,7 +55,7 @@ def train_with(part: RunPart, path: Path) -> list[str]:
     with patch.object(TrainerStrategy, "_parts", property(lambda strategy: [*parts.fget(strategy), part])):
         trainer = make_trainer(BucketDDPStrategy(), max_epochs=1)
         said: list[str] = []
-        with patch("lightning_bucketddp.strategies.trainer_step.rank_zero_info", said.append):
+        with patch("lightning_bucketddp.strategies.trainer.rank_zero_info", said.append):
             trainer.fit(Model())
         trainer.save_checkpoint(path)
         trainer.test(trainer.lightning_module, verbose=False)
@@ -88,7 +88,7 @@ def test_every_hook_is_called_in_the_order_of_the_class(tmp_path: Path) -> None:
     rank_zero, rank_one = run_on_ranks(hooks_called, path=tmp_path / "saved.ckpt")
     assert rank_zero == rank_one
     assert set(rank_zero) == set(HOOKS)
-    of_a_batch = ["inspect_batch", "take_alert", "begin_batch", "before_forward", "weigh", "complete_step"]
+    of_a_batch = ["inspect_batch", "begin_batch", "before_forward", "weigh", "complete_step"]
     begin = rank_zero.index("inspect_batch")
     assert rank_zero[begin : begin + len(of_a_batch)] == of_a_batch
 

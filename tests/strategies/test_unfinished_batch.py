@@ -110,8 +110,10 @@ def test_micro_batches_before_a_checkpoint_that_are_repeated_are_counted_once(tm
 
 
 def unfinished_batch(module: nn.Module) -> UnfinishedBatch:
-    counts = SimpleNamespace(ready=1, completed=0)
-    return UnfinishedBatch(module, device=None, counts=lambda: counts, repeats_micro_batches=lambda: False)
+    progress = SimpleNamespace(current=SimpleNamespace(ready=1, completed=0))
+    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)))
+    position: Any = SimpleNamespace(num_batches_trained=lambda: None)
+    return UnfinishedBatch(trainer, module, position, device=None)
 
 
 def test_micro_batches_that_lightning_counts_as_done_stay() -> None:
