@@ -44,20 +44,16 @@ class Replicas:
     """
 
     def __init__(self, module: nn.Module, collectives: Collectives) -> None:
-        ignored = _ignored_names(module)
+        self._ignored = _ignored_names(module)
         self.collectives = collectives
         self._module_type = type(module).__name__
         self.parameters = parameters_of(module)
         check_parameters(module, self.parameters)
         self._parallel_already = find_parallel_submodule(module, self.parameters)
         self.sparse_names = sparse_names_of(module, self.parameters)
-        # Owner and key of each; looked up at each use, because modules replace their buffers, and drop them.
-        self._buffers = {
-            name: (owner, key)
-            for prefix, owner in module.named_modules()
-            for key, _ in owner.named_buffers(recurse=False)
-            if (name := f"{prefix}.{key}" if prefix else key) not in ignored
-        }
+        # As torch DDP: buffers may be added, replaced and dropped, unless there are none at the start.
+        has_buffers = any(name not in self._ignored for name, _ in module.named_buffers())
+        self._owners = list(module.named_modules()) if has_buffers else []
 
     def are_outdated(self, module: nn.Module) -> bool:
         """Return whether parameters were added to `module`, taken from it or replaced since this was made."""
@@ -121,9 +117,13 @@ class Replicas:
         self.collectives.broadcast_tensors(list(self.buffers().values()))
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that ranks share and that still exist, by name."""
-        found = {name: getattr(owner, key, None) for name, (owner, key) in self._buffers.items()}
-        return {name: buffer for name, buffer in found.items() if buffer is not None}
+        """Return the buffers that ranks share now, by name."""
+        return {
+            name: buffer
+            for prefix, owner in self._owners
+            for key, buffer in owner._buffers.items()
+            if buffer is not None and (name := f"{prefix}.{key}" if prefix else key) not in self._ignored
+        }
 
 
 class SharedBuffers(nn.Module):

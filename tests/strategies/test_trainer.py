@@ -49,6 +49,7 @@ SCENARIOS = {
     "batchnorm": Scenario(models.ConvBatchNorm),
     "buffer_in_step": Scenario(lambda: models.RankZeroBuffer(changes_in="training_step")),
     "buffer_after_step": Scenario(lambda: models.RankZeroBuffer(changes_in="on_train_batch_end")),
+    "buffer_registered_in_step": Scenario(models.LateBuffer),
     "unused_everywhere": Scenario(lambda: models.SpareLayer(used_on=()), ddp="ddp_find_unused_parameters_true"),
     "unused_on_rank_0": Scenario(lambda: models.SpareLayer(used_on=(1,)), ddp="ddp_find_unused_parameters_true"),
     "unused_on_rank_1": Scenario(lambda: models.SpareLayer(used_on=(0,)), ddp="ddp_find_unused_parameters_true"),
