@@ -1,4 +1,4 @@
-"""A user's own collectives, questions to the strategy, and loggers: as with `ddp`, on two processes."""
+"""Questions to the strategy, loggers and backends: as with `ddp`, on two processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -20,49 +19,7 @@ from benchmarks.ports import own_port
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.scripts.models import Regression, loader
-from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, ours_and_ddp
-
-
-class Talkative(Regression):
-    """Uses torch.distributed by itself: in a step, inside its backward, and between steps."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.heard: list[Any] = []
-        self._group = group
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        total = batch[0].sum()
-        dist.all_reduce(total, group=self._group)
-        outputs = self.layers[1](self.layers[0](batch[0]))
-        outputs.register_hook(self._average)
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, {"rank": self.global_rank, "step": self.global_step})
-        self.heard.append((total.item(), gathered))
-        return F.mse_loss(self.layers[2](outputs), batch[1])
-
-    def _average(self, gradient: Tensor) -> Tensor:
-        """Of the activations, in the middle of backward, when buckets may be on their way."""
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient / dist.get_world_size()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        dist.barrier()
-        told = [self.global_step if self.global_rank == 1 else None]
-        dist.broadcast_object_list(told, src=1)
-        self.heard.append(told)
-
-
-@like_torchrun()
-def talk(*, strategy: str) -> dict[str, Any]:
-    torch.manual_seed(dist.get_rank())
-    group = dist.new_group()
-    talker = Talkative(group)
-    used = "ddp" if strategy == "ddp" else BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
-    make_trainer(used, max_epochs=1).fit(talker, loader())
-    dist.destroy_process_group(group)
-    return {"weights": {name: value.tolist() for name, value in talker.state_dict().items()}, "heard": talker.heard}
+from tests.support.scripts.trainers import like_torchrun, make_trainer, ours_and_ddp
 
 
 class Asking(Regression):
@@ -155,12 +112,6 @@ def train_over_backend(*, backend: str, ports: list[int]) -> dict[str, Any]:
 has_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
 )
-
-
-def test_collectives_of_the_user_among_ours_equal_ddp() -> None:
-    ours, ddp = ours_and_ddp(talk)
-    assert ours == ddp
-    assert ours[0]["weights"] == ours[1]["weights"]
 
 
 @on_ranks()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import copy
+import operator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,26 +11,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
-from lightning_bucketddp.sharding.shards import ShardOption, Shards
+from lightning_bucketddp.sharding.shards import ShardOption
 from tests.reducer import test_batch_weighting as participation
 from tests.reducer import test_training_changes as changes
 from tests.strategies import test_nonfinite_trainer as nonfinite
-from tests.strategies import test_optimization_styles as styles
 from tests.strategies import test_trainer as trainer_tests
+from tests.strategies.comparison import Program, assert_equal, ours
+from tests.strategies.test_equals_ddp import GANS, Manual, two_losses
 from tests.strategies.test_precision import Squares, option
 from tests.support.cases import for_each
-from tests.support.jobs.sharding import assert_equal_on_ranks, foreign_parts_spoiled, numbers_of
+from tests.support.jobs.sharding import numbers_of
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts import fabrics, models
 from tests.support.scripts.checkpoints import state_in
 from tests.support.scripts.fabrics import LOOPS
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, lines_logged, make_trainer
 
-HIDDEN = 24
+# Such that a slice is a multiple of what a processor computes at once: it rounds as the whole does.
+HIDDEN = 32
 
 
 def widen(module: LightningModule) -> LightningModule:
@@ -61,11 +64,16 @@ class Groups(Wide):
         return [optimizer], [{"scheduler": each_step, "interval": "step"}, each_epoch]
 
 
-class PlainSGD(Wide):
-    """What has the same numbers to the last bit on two ranks."""
+class Plain(Squares):
+    """Is trained by SGD without momentum: the same numbers to the last bit on two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widen(self)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        # Decay changes a weight whose gradient is zero, but not one without a gradient.
+        return torch.optim.SGD(self.parameters(), lr=0.05, weight_decay=0.1)
 
 
 class ConfiguredLate(models.Regression):
@@ -96,29 +104,17 @@ class ChangedGradients(Wide):
             param.grad.clamp_(-0.2, 0.2)
 
 
-class ClippedByHand(styles.Manual):
-    """Calls torch's own clipping."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widen(self)
-        self.norms: list[dict[str, float]] = []
-
-    def differentiate(self, batch: list[Tensor]) -> None:
-        super().differentiate(batch)
-        self.norms.append({"norm": float(nn.utils.clip_grad_norm_(self.parameters(), 0.05))})
+def clip_by_hand(module: Any, batch: list[Tensor]) -> None:
+    """Call torch's own clipping."""
+    module.manual_backward(module.loss(batch))
+    module.seen.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.05)))
 
 
-class ModuleZeroGrad(styles.Manual):
-    def __init__(self) -> None:
-        super().__init__()
-        widen(self)
-
+class ModuleZeroGrad(Manual):
     def training_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
         self.zero_grad()
-        self.differentiate(batch)
-        optimizer: Any = self.optimizers()
-        optimizer.step()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()  # type: ignore[union-attr]
 
 
 class Penalised(Wide):
@@ -130,123 +126,237 @@ class Penalised(Wide):
         return self.loss(batch) + 0.01 * penalty + 0.1 * back.square().mean()
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """A module, how it is trained, and by how much weights may differ from those without sharding."""
+class Overflowing(Plain):
+    """Has an infinite gradient, in one element, in the second of three windows of two micro-batches."""
 
-    module: Callable[[], LightningModule]
-    options: Callable[[], dict[str, Any]] = dict  # of the Trainer
-    strategy: dict[str, Any] = field(default_factory=dict)
-    tolerance: float = 1e-6
-    num_epochs: int = 1
-    validates: bool = False
-    same_start: bool = False
-    loader: Callable[[], Any] = models.loader
+    seen: list[float]
+
+    def on_after_backward(self) -> None:
+        if self.trainer.fit_loop.batch_idx == 3:
+            self.layers[0].weight.grad[-1, -1] = torch.inf
+
+    def on_train_end(self) -> None:
+        precision: Any = self.trainer.precision_plugin
+        self.seen = [precision.scaler.get_scale()]
 
 
-def _uneven(**strategy: Any) -> Scenario:
+class NotFinite(Plain):
+    """Rank 1 has a loss that is not finite in the second window."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        loss = self.loss(batch)
+        return loss * torch.inf if batch_idx == 3 and self.global_rank == 1 else loss
+
+
+class AccumulatingGan(Plain):
+    """Two players that accumulate over two batches and step in turns; nothing keeps one out of the other's turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Sequential(nn.Linear(1, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        strategy: Any = self.trainer.strategy
+        for turn, (optimizer, sign) in enumerate(zip(self.optimizers(), (1, -1), strict=True)):
+            loss = sign * self.critic(self.layers(batch[0]) - batch[1]).square().mean()
+            if batch_idx % 2 == 0:
+                optimizer.zero_grad()
+                with strategy.block_backward_sync():
+                    self.manual_backward(loss)
+            else:
+                self.manual_backward(loss)
+                if batch_idx % 4 != 1 or turn == 0:
+                    optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.layers, self.critic)]
+
+
+class Aliases(Plain):
+    """Computes with tensors that share the memory of weights, made once: before training, or in its first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._aliases: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        weight = self.layers[0].weight
+        if not self._aliases:
+            of_state = self.state_dict()["layers.0.weight"]
+            self._aliases = [weight.detach(), weight.data, weight.detach().view(-1), of_state]
+        total = sum(alias.sin().sum() for alias in self._aliases)  # before anything uses the weight itself
+        return self.loss(batch) + self.layers[2].bias.sum() * total
+
+
+class PostHooks(Plain):
+    """Has hooks around steps from `configure_optimizers` on: rows are normalised, and an average is kept."""
+
+    average: Tensor
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.register_buffer("average", torch.zeros_like(self.layers[0].weight))
+
+        def normalise(*_: Any) -> None:
+            with torch.no_grad():
+                weight = self.layers[0].weight
+                weight.div_(weight.norm(dim=1, keepdim=True))
+
+        def keep_average(stepped: Any, *_: Any) -> None:
+            first = stepped.param_groups[0]["params"][0]
+            assert first is self.layers[0].weight
+            self.average.lerp_(first.detach(), 0.1)
+
+        optimizer.register_step_post_hook(normalise)
+        optimizer.register_step_post_hook(keep_average)
+        return optimizer
+
+    def on_train_start(self) -> None:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+
+        def check(stepped: Any, *_: Any) -> None:
+            params = [param for group in stepped.param_groups for param in group["params"]]
+            assert all(map(operator.is_, params, self.parameters()))
+
+        optimizer.register_step_pre_hook(check)
+
+
+class Averaging(Plain):
+    """Keeps an average of itself, in a hook of Lightning's right after the step, and learns from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.layers).requires_grad_(False)
+        self._stored: list[Tensor] = []
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self._stored = self._stored or [param.data for param in self.layers.parameters()]
+        with torch.no_grad():
+            for mine, others in zip(self.average.parameters(), self._stored, strict=True):
+                mine.lerp_(others, 0.1)
+        self.to(self.device)  # where it is already
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        return self.loss(batch) + (self.layers(batch[0]) - self.average(batch[0])).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers.parameters(), lr=0.05)
+
+
+def accumulate(**options: Any) -> dict[str, Any]:
+    return {"accumulate_grad_batches": 2, **options}
+
+
+def overflowing_scaler() -> dict[str, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
+    return accumulate(plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
+
+
+def _uneven(**strategy: Any) -> Program:
     sizes = [[4, 2, 3, 1], [1, 4, 2]]
     setting = participation.Setting(sizes if "uneven_data" in strategy else [size[:3] for size in sizes])
-    return Scenario(
+    return Program(
         lambda: participation.Module(setting),
         lambda: {"use_distributed_sampler": False, "precision": "64-true"},
         strategy,
-        loader=lambda: participation.make_loader(
+        data=lambda: participation.make_loader(
             "iterable", participation.batches_of(dist.get_rank(), setting.sizes[dist.get_rank() % 2])
         ),
     )
 
 
-SCENARIOS: dict[str, Scenario] = {
-    "plain_sgd": Scenario(PlainSGD, tolerance=0.0, num_epochs=2, validates=True),
-    "groups_and_schedulers": Scenario(Groups, num_epochs=2),
-    "configure_model": Scenario(ConfiguredLate),
-    "changed_gradients": Scenario(ChangedGradients),
-    "clipped_by_hand": Scenario(ClippedByHand),
-    "clip_norm": Scenario(Wide, lambda: {"gradient_clip_val": 0.1}),
-    "clip_value": Scenario(Wide, lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "module_zero_grad": Scenario(ModuleZeroGrad),
-    "penalised": Scenario(Penalised),
-    "scaler": Scenario(lambda: widen(Squares()), lambda: {"gradient_clip_val": 0.1, **option("scaler")}),
-    "layer_added": Scenario(Wide, lambda: {"callbacks": trainer_tests.AddsLayer()}, num_epochs=3),
+def _averaging(name: str) -> Program:
+    how = changes.CHANGES[name]
+    return Program(
+        how.module,
+        lambda: {"callbacks": how.by(), "max_epochs": 3},
+        validates=how.validates,
+        has_one_start=how.same_start,
+    )
+
+
+# The same to the last bit.
+EXACT = {
+    "plain_sgd": Program(Plain, lambda: {"max_epochs": 2}, validates=True),
+    "overflow_of_a_scaler": Program(Overflowing, overflowing_scaler, {"on_nonfinite": None}),
+    "step_skipped_for_a_nan": Program(NotFinite, accumulate, {"on_nonfinite": "skip"}),
+    "gan_that_accumulates": Program(AccumulatingGan),
+    "aliases_of_weights": Program(Aliases),
+    "hooks_around_steps": Program(PostHooks),
+    "average_of_weights": Program(Averaging),
+}
+# But for the order in which numbers are added, or rounded.
+ROUNDED: dict[str, Program] = {
+    "groups_and_schedulers": Program(Groups, lambda: {"max_epochs": 2}),
+    "configure_model": Program(ConfiguredLate),
+    "changed_gradients": Program(ChangedGradients),
+    "clipped_by_hand": Program(lambda: widen(Manual(clip_by_hand))),
+    "clip_norm": Program(Wide, lambda: {"gradient_clip_val": 0.1}),
+    "clip_value": Program(Wide, lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "module_zero_grad": Program(lambda: widen(ModuleZeroGrad(two_losses))),
+    "penalised": Program(Penalised),
+    "scaler": Program(lambda: widen(Squares()), lambda: {"gradient_clip_val": 0.1, **option("scaler")}),
+    "layer_added": Program(Wide, lambda: {"callbacks": trainer_tests.AddsLayer(), "max_epochs": 3}),
     "uneven_data": _uneven(uneven_data=True),
     "gradient_weight": _uneven(gradient_weight="batch_size"),
-    "two_optimizers": Scenario(models.TwoPlayers),
-    "bf16-mixed": Scenario(Wide, lambda: {"precision": "bf16-mixed"}, tolerance=1e-3),
-    "unused_on_rank_0": Scenario(lambda: widen(models.SpareLayer(used_on=(1,)))),
-    "two_losses": Scenario(lambda: widen(styles.TwoLosses(first_stays_here=False))),
-    "gan_toggle_optimizer": Scenario(styles.GANS["toggle_optimizer"]),
-    "gan_accumulating": Scenario(styles.GANS["accumulating"]),
+    "two_optimizers": Program(models.TwoPlayers),
+    "bf16-mixed": Program(Wide, lambda: {"precision": "bf16-mixed"}),
+    "unused_on_rank_0": Program(lambda: widen(models.SpareLayer(used_on=(1,)))),
+    "two_losses": Program(lambda: widen(Manual(two_losses))),
+    "gan_toggle_optimizer": GANS["toggle_optimizer"],
     **{
-        name: Scenario(
-            how.module,
-            lambda how=how: {"callbacks": how.by(), "num_sanity_val_steps": 0},  # type: ignore[misc]
-            num_epochs=3,
-            validates=how.validates,
-            same_start=how.same_start,
-        )
-        for name, how in changes.CHANGES.items()
-        if name in ("stochastic_weight_averaging", "exponential_weight_averaging")
+        name: _averaging(name)
+        for name in ("stochastic_weight_averaging", "exponential_weight_averaging")
+        if name in changes.CHANGES
     },
-    "finetuned_backbone": Scenario(
-        changes.Backbone, lambda: {"callbacks": changes.FINETUNINGS["backbone"]()}, num_epochs=4
+    "finetuned_backbone": Program(
+        changes.Backbone, lambda: {"callbacks": changes.FINETUNINGS["backbone"](), "max_epochs": 4}
     ),
+}
+LONG = {
+    *("configure_model", "clip_value", "module_zero_grad", "uneven_data", "two_optimizers", "bf16-mixed", "two_losses"),
+    *("clipped_by_hand", "gan_toggle_optimizer", "exponential_weight_averaging", "finetuned_backbone"),
 }
 
 
-def train(scenario: Scenario, *, shard: ShardOption) -> tuple[dict[str, Any], Shards | None]:
-    torch.manual_seed(0 if scenario.same_start else dist.get_rank())  # rank 0's weights are those that count
-    module = scenario.module()
-    strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard, **scenario.strategy)
-    trainer = make_trainer(strategy, max_epochs=scenario.num_epochs, **scenario.options())
-    with foreign_parts_spoiled():
-        trainer.fit(module, scenario.loader(), models.loader() if scenario.validates else None)
-    outcome = {
-        "weights": {name: value.clone() for name, value in module.state_dict().items()},
-        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
-        "norms": getattr(module, "norms", []),
-        "num_steps": trainer.global_step,
-    }
-    return outcome, strategy.shards
-
-
 @like_torchrun()
-def compare(*, scenario: Scenario, shard: ShardOption = True) -> None:
-    """Train without and with sharding, and assert that all is equal."""
-    (whole, _), (sharded, shards) = (train(scenario, shard=value) for value in (False, shard))
-    assert sharded["num_steps"] == whole["num_steps"] > 0
-    torch.testing.assert_close(sharded.pop("norms"), whole.pop("norms"), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(sharded, whole, rtol=scenario.tolerance, atol=scenario.tolerance)
-    for name, weight in sharded["weights"].items():
-        assert_equal_on_ranks(weight, name)
-    # Each element is of one rank.
-    assert shards is not None
-    divided = [shard for known in shards.optimizers for shard in known.shards.values()]
+def compare(program: Program, shard: ShardOption, *, tolerance: float) -> None:
+    """Train with and without sharding, and assert that all is equal, and that each element is of one rank."""
+    sharded, whole = (ours(program, shard_optimizer=option) for option in (shard, False))
+    assert_equal(sharded, whole, tolerance=tolerance)
+    strategy: Any = sharded.trainer.strategy
+    divided = [shard for known in strategy.shards.optimizers for shard in known.shards.values()]
     own = torch.tensor([stop - start for shard in divided for start, stop in [shard.own]])
     of_all = own.clone()
     dist.all_reduce(of_all)
     assert of_all.tolist() == [shard.param.numel() for shard in divided]
     assert 0 < own.sum() < of_all.sum()
+    for name, weight in sharded.params.items():
+        of_rank_zero = weight.clone()
+        dist.broadcast(of_rank_zero, src=0)
+        assert torch.equal(weight, of_rank_zero), name
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    ("name", "shard"),
+    [
+        pytest.param(name, shard, marks=pytest.mark.long if name in LONG else ())
+        for index, name in enumerate([*EXACT, *ROUNDED])
+        for shard in ([True, "parameters"] if name in EXACT else [(True, "parameters")[index % 2]])
+    ],
+)
 @on_ranks()
-def test_training_equals_that_without_sharding(scenario: str) -> None:
-    compare(scenario=SCENARIOS[scenario])
-
-
-@pytest.mark.parametrize("scenario", ["clip_norm", "finetuned_backbone", "scaler"])
-@pytest.mark.sampled(1)
-@on_ranks()
-def test_training_by_whole_parameters_equals_that_without_sharding(scenario: str) -> None:
-    compare(scenario=SCENARIOS[scenario], shard="parameters")
+def test_training_equals_that_without_sharding(name: str, shard: ShardOption) -> None:
+    program = {**EXACT, **ROUNDED}[name]
+    compare(program, shard, tolerance=0.0 if name in EXACT else 1e-3 if name == "bf16-mixed" else 1e-6)
 
 
 @for_each("shard", [True, "parameters"])
 @on_ranks(4)
 def test_training_on_four_ranks_equals_that_without_sharding(shard: ShardOption) -> None:
-    compare(scenario=Scenario(Wide, lambda: {"precision": "64-true"}), shard=shard)
+    compare(Program(Wide, lambda: {"precision": "64-true"}), shard, tolerance=1e-6)
 
 
 # --- Failures

@@ -1,4 +1,4 @@
-"""`Trainer(strategy="bucketddp")` on two processes does what `Trainer(strategy="ddp")` does, and some things more."""
+"""The stages of a Trainer on two processes, what cannot be trained there, and what a fit leaves behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,82 +14,21 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
+from tests.strategies.comparison import Program, assert_equal, train
+from tests.strategies.test_equals_ddp import Watching
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts import models
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, ours_and_ddp
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A module and how it is trained; `ddp` is what torch DDP needs for the same, where it needs something else."""
-
-    module: Callable[[], LightningModule]
-    options: dict[str, Any] = field(default_factory=dict)
-    ddp: str = "ddp"
-    ddp_module: Callable[[], LightningModule] | None = None
-
-
-SCENARIOS = {
-    "automatic": Scenario(models.Regression),
-    # Ten batches: windows of four, four and two.
-    "accumulation": Scenario(models.Regression, {"accumulate_grad_batches": 4}),
-    "clip_norm": Scenario(models.Regression, {"gradient_clip_val": 0.1}),
-    "clip_value": Scenario(models.Regression, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "manual_backward": Scenario(models.ManualRegression),
-    "two_optimizers": Scenario(models.TwoPlayers, ddp="ddp_find_unused_parameters_true"),
-    "lbfgs": Scenario(models.LBFGSRegression),
-    "batchnorm": Scenario(models.ConvBatchNorm),
-    "buffer_in_step": Scenario(lambda: models.RankZeroBuffer(changes_in="training_step")),
-    "buffer_after_step": Scenario(lambda: models.RankZeroBuffer(changes_in="on_train_batch_end")),
-    "unused_everywhere": Scenario(lambda: models.SpareLayer(used_on=()), ddp="ddp_find_unused_parameters_true"),
-    "unused_on_rank_0": Scenario(lambda: models.SpareLayer(used_on=(1,)), ddp="ddp_find_unused_parameters_true"),
-    "unused_on_rank_1": Scenario(lambda: models.SpareLayer(used_on=(0,)), ddp="ddp_find_unused_parameters_true"),
-    "idle_rank": Scenario(
-        lambda: models.IdleRank(uses_parameters=False), ddp_module=lambda: models.IdleRank(uses_parameters=True)
-    ),
-}
-
-
-@like_torchrun()
-def train(*, scenario: str, strategy: str) -> dict[str, Any]:
-    """Train `scenario`, with torch DDP or with us."""
-    how = SCENARIOS[scenario]
-    torch.manual_seed(dist.get_rank())  # rank 0's weights are those that count
-    module = (how.ddp_module if strategy == "ddp" and how.ddp_module else how.module)()
-    observer = _Observer()
-    trainer = make_trainer(how.ddp if strategy == "ddp" else strategy, max_epochs=2, callbacks=observer, **how.options)
-    trainer.fit(module, models.loader(), models.loader())
-    return {"weights": {name: value.tolist() for name, value in module.state_dict().items()}, **vars(observer)}
-
-
-class _Observer(Callback):
-    def __init__(self) -> None:
-        self.validation_losses: list[float] = []
-        self.gradients_after_backward: list[Any] = []
-        self.gradients_before_step: list[Any] = []
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.validation_losses.append(trainer.callback_metrics["loss"].item())
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.gradients_after_backward.append(_gradients(pl_module))
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self.gradients_before_step.append(_gradients(pl_module))
-
-
-def _gradients(module: LightningModule) -> dict[str, Any]:
-    return {name: p.grad.tolist() for name, p in module.named_parameters() if p.grad is not None}
 
 
 class _Buckets(Callback):
@@ -262,24 +201,10 @@ def refusal(*, of: str) -> str:
     return raised_by(lambda: make_trainer("bucketddp", max_epochs=1).fit(module, models.loader()))
 
 
-NUM_BATCHES = 10
-
 REMEDY = (
     " Data-parallel training needs the same module on every rank: build it from the same configuration and freeze the"
     " same parameters everywhere."
 )
-
-
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
-@pytest.mark.sampled(6)
-def test_training_equals_ddp(scenario: str) -> None:
-    ours, ddp = ours_and_ddp(train, scenario=scenario)
-    for rank in ours:
-        for what in ("weights", "validation_losses", "gradients_before_step"):
-            assert rank[what] == ddp[0][what], what
-        if scenario == "automatic":  # hooks see averaged gradients
-            assert len(rank["gradients_after_backward"]) == 2 * NUM_BATCHES
-            assert rank["gradients_after_backward"] == rank["gradients_before_step"]
 
 
 @on_ranks()
@@ -394,6 +319,33 @@ def test_a_submodule_that_is_parallel_already_is_refused_on_every_rank(of: str, 
 @for_each("how", ["unwrapped", "ignored"])
 def test_a_submodule_that_is_left_to_the_strategy_or_kept_from_it_is_trained(how: str) -> None:
     assert run_on_ranks(refusal, of=how) == ["", ""]
+
+
+@on_ranks()
+@like_torchrun()
+def test_the_profiler_of_torch_shows_our_phases(tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(
+        dirpath=tmp_path, filename="profile", schedule=None, export_to_chrome=False, row_limit=1000
+    )
+    trainer = make_trainer("bucketddp", max_epochs=1, limit_train_batches=2, profiler=profiler)
+    trainer.fit(models.Regression(), models.loader())
+    text = (tmp_path / f"fit-profile-{dist.get_rank()}.txt").read_text()
+    phases = sorted({word for word in text.split() if word.startswith("bucketddp::")})
+    assert phases == ["bucketddp::finish", "bucketddp::launch"]
+
+
+@on_ranks()
+@like_torchrun()
+def test_a_run_resumed_within_an_epoch_equals_ddp(tmp_path: Path) -> None:
+    """Two epochs, stopped in the middle of the first, go on in another Trainer."""
+    trained = []
+    for strategy in ("bucketddp", "ddp"):
+        saving = ModelCheckpoint(tmp_path / strategy, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+        train(Program(trainer=lambda: {"max_steps": 8, "callbacks": saving, "enable_checkpointing": True}), strategy)  # noqa: B023
+        program = Program(Watching, lambda: {"max_epochs": 2})
+        trained.append(train(program, strategy, ckpt_path=tmp_path / strategy / "step=6.ckpt"))
+    assert_equal(*trained)
+    assert len(trained[0].seen[0]) == 2 * (4 + 10)
 
 
 @on_ranks()
