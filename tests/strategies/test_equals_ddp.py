@@ -582,7 +582,7 @@ def marks_of(program: str) -> list[pytest.MarkDecorator]:
 @on_ranks()
 def test_training_equals_ddp(program: str) -> None:
     try:
-        compare(PROGRAMS[program])
+        compare(PROGRAMS[program], replica_checks=1)  # no program of these makes replicas differ
     finally:
         torch.use_deterministic_algorithms(False)  # what `deterministic=True` leaves behind
 

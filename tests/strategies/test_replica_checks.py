@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch import Callback, Trainer, callbacks
 from torch import Tensor, nn
 
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
@@ -20,6 +20,7 @@ from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.config import OnDivergence, ReplicaChecks
 from tests.reducer import test_training_changes as changes
 from tests.replicas.test_consistency import flip_bit
+from tests.strategies.comparison import Program, train
 from tests.support.cases import for_each
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts import hooks, models
@@ -164,62 +165,32 @@ class _Plateau(Adam):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
 
 
-@dataclass(frozen=True)
-class Healthy:
-    """A training in which the replicas stay equal, as far as they should."""
-
-    module: Callable[[], LightningModule] = Adam
-    trainer: Callable[[], dict[str, Any]] = dict
-    strategy: Callable[[], dict[str, Any]] = dict
-    is_checked: bool = True
+def in_buffers_of_rank(**strategy: Any) -> Program:
+    return Program(lambda: models.RankZeroBuffer(changes_in="training_step"), strategy=strategy)
 
 
-HEALTHY = {
-    "batchnorm": Healthy(
+# Trainings in which the replicas stay equal, as far as they should. tests/strategies/test_equals_ddp.py has others.
+HEALTHY: dict[str, Callable[[], Program]] = {
+    "batchnorm": lambda: Program(
         lambda: models.ConvBatchNorm().to(memory_format=torch.channels_last),
         lambda: {"precision": "bf16-mixed", "accumulate_grad_batches": 3, "gradient_clip_val": 0.01},
     ),
-    "sync_batchnorm": Healthy(models.ConvBatchNorm, lambda: {"sync_batchnorm": True}),
-    "mean_teacher": Healthy(changes.MeanTeacher),
-    "dropout": Healthy(_Dropout, strategy=lambda: {"rank_seeds": True}),
-    "two_optimizers": Healthy(models.TwoPlayers),
-    "line_search": Healthy(models.LBFGSRegression),
-    "manual": Healthy(models.ManualRegression, strategy=lambda: {"reduce_dtype": "bf16"}),
-    "plateau": Healthy(_Plateau),
-    "finetuning": Healthy(changes.Backbone, lambda: {"callbacks": changes.FINETUNINGS["backbone"]()}),
-    "freezing": Healthy(trainer=lambda: {"callbacks": changes.FreezesByHand("before")}),
-    "weight_averaging": Healthy(
+    "sync_batchnorm": lambda: Program(models.ConvBatchNorm, lambda: {"sync_batchnorm": True}),
+    "mean_teacher": lambda: Program(changes.MeanTeacher),
+    "dropout": lambda: Program(_Dropout, strategy={"rank_seeds": True}),
+    "plateau": lambda: Program(_Plateau),
+    "finetuning": lambda: Program(changes.Backbone, lambda: {"callbacks": changes.FINETUNINGS["backbone"]()}),
+    "freezing": lambda: Program(Adam, lambda: {"callbacks": changes.FreezesByHand("before")}),
+    "weight_averaging": lambda: Program(
         changes.NormRegression, lambda: {"callbacks": changes.CHANGES["stochastic_weight_averaging"].by()}
     ),
-    "local_buffer": Healthy(lambda: models.RankZeroBuffer(changes_in="training_step")),
-    "own_buffers": Healthy(
-        lambda: models.RankZeroBuffer(changes_in="training_step"), strategy=lambda: {"broadcast_buffers": False}
-    ),
-    "sharded_optimizer": Healthy(_Sharded),
-    "unused_on_one_rank": Healthy(lambda: models.SpareLayer(used_on=(0,))),
-    "power_sgd": Healthy(strategy=hooks.HOOKS["power_sgd"]),
-    "post_local_sgd": Healthy(hooks.PlainSGD, strategy=hooks.HOOKS["post_local_sgd"], is_checked=False),
+    "own_buffers": lambda: in_buffers_of_rank(broadcast_buffers=False),
+    "local_buffers": in_buffers_of_rank,
+    "sharded_optimizer": lambda: Program(_Sharded),
+    "power_sgd": lambda: Program(Adam, strategy=hooks.HOOKS["power_sgd"]()),
+    # Weights are each rank's own for some steps.
+    "post_local_sgd": lambda: Program(hooks.PlainSGD, strategy=hooks.HOOKS["post_local_sgd"]()),
 }
-
-
-@like_torchrun()
-def train_healthy(*, training: str, directory: Path) -> tuple[list[str], bool]:
-    """Train with a check in every step and checkpoints, and resume; what is logged, and whether checks were made."""
-    how = HEALTHY[training]
-    torch.manual_seed(dist.get_rank())
-    num_checked = 0
-    with lines_logged("lightning_bucketddp.replicas.consistency") as lines:
-        for max_epochs in (2, 3):
-            strategy = BucketDDPStrategy(replica_checks=1, **how.strategy())
-            options = how.trainer()
-            each_epoch = callbacks.ModelCheckpoint(directory, filename="last", enable_version_counter=False)
-            options["callbacks"] = [each_epoch, *([options["callbacks"]] if "callbacks" in options else [])]
-            trainer = make_trainer(strategy, max_epochs=max_epochs, enable_checkpointing=True, **options)
-            resumed = directory / "last.ckpt" if max_epochs == 3 else None
-            trainer.fit(how.module(), models.loader(), models.loader(), ckpt_path=resumed)
-            comparison: Any = strategy._state.comparison
-            num_checked += 0 if comparison is None else comparison.checks._begun_at
-    return lines, num_checked > 0
 
 
 @like_torchrun()
@@ -445,11 +416,27 @@ def test_a_fit_in_which_one_rank_freezes_a_layer_ends_in_that_step() -> None:
     assert trainer.global_step == 3
 
 
-@pytest.mark.parametrize("training", list(HEALTHY))
+@pytest.mark.parametrize("training", HEALTHY)
 @pytest.mark.sampled(4)
+@on_ranks()
+@like_torchrun()
 def test_what_differs_by_design_is_no_drift(training: str, tmp_path: Path) -> None:
-    ranks = run_on_ranks(train_healthy, training=training, directory=tmp_path)
-    assert ranks == [([], HEALTHY[training].is_checked)] * 2
+    """Train with a check in every step and checkpoints, and resume."""
+    num_checked = 0
+    with lines_logged("lightning_bucketddp.replicas.consistency") as lines:
+        for max_epochs, ckpt_path in ((2, None), (3, tmp_path / "last.ckpt")):
+            program = HEALTHY[training]()
+            options = program.trainer()
+            saves = callbacks.ModelCheckpoint(tmp_path, filename="last", enable_version_counter=False)
+            options["callbacks"] = [saves, *([options["callbacks"]] if "callbacks" in options else [])]
+            options |= {"max_epochs": max_epochs, "enable_checkpointing": True}
+            strategy = BucketDDPStrategy(replica_checks=1, **program.strategy)
+            program = replace(program, trainer=lambda: options, validates=True)  # noqa: B023
+            train(program, strategy, ckpt_path=ckpt_path)
+            comparison: Any = strategy._state.comparison
+            num_checked += 0 if comparison is None else comparison.checks._begun_at
+    assert lines == []
+    assert (num_checked > 0) == (training != "post_local_sgd")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.sharding.shards import ShardOption
 from tests.reducer import test_batch_weighting as participation
 from tests.reducer import test_training_changes as changes
+from tests.strategies import test_fabric as fabric_tests
 from tests.strategies import test_nonfinite_trainer as nonfinite
 from tests.strategies import test_trainer as trainer_tests
 from tests.strategies.comparison import Program, assert_equal, ours
@@ -27,9 +28,9 @@ from tests.strategies.test_precision import Squares, option
 from tests.support.cases import for_each
 from tests.support.jobs.sharding import numbers_of
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
-from tests.support.scripts import fabrics, models
+from tests.support.scripts import models
 from tests.support.scripts.checkpoints import state_in
-from tests.support.scripts.fabrics import LOOPS
+from tests.support.scripts.fabrics import make_fabric
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, lines_logged, make_trainer
 
 # Such that a slice is a multiple of what a processor computes at once: it rounds as the whole does.
@@ -549,17 +550,14 @@ def test_a_checkpoint_resumes_with_and_without_sharding_on_any_number_of_ranks(
 
 @pytest.mark.parametrize(
     ("loop", "shard"),
-    [*((loop, True) for loop in LOOPS if not loop.startswith("buffer")), ("two_modules", "parameters")],
+    [(loop, True) for loop in fabric_tests.LOOPS if not loop.startswith("buffer")] + [("two_modules", "parameters")],
 )
 @pytest.mark.sampled(4)
 @on_ranks()
 @like_torchrun()
 def test_a_loop_of_fabric_trains_as_without_sharding(loop: str, shard: ShardOption) -> None:
-    """Train with Fabric, without and with sharding, and assert that weights are equal."""
-    whole, sharded = (
-        fabrics.LOOPS[loop](fabrics.make_fabric(FabricStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=option)))
-        for option in (False, shard)
-    )
+    strategies = (FabricStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=option) for option in (False, shard))
+    whole, sharded = (fabric_tests.LOOPS[loop](make_fabric(strategy)) for strategy in strategies)
     torch.testing.assert_close(sharded, whole, rtol=1e-6, atol=1e-6)
 
 
@@ -567,10 +565,8 @@ def test_a_loop_of_fabric_trains_as_without_sharding(loop: str, shard: ShardOpti
 @on_ranks()
 @like_torchrun()
 def test_a_checkpoint_of_fabric_trains_on(saved: ShardOption, loaded: ShardOption, tmp_path: Path) -> None:
-    saved_by, loaded_by = (
-        FabricStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard) for shard in (saved, loaded)
-    )
-    expected, trained = fabrics.save_and_load(saved_by=saved_by, loaded_by=loaded_by, path=tmp_path / f"{saved}.ckpt")
+    by, other = (FabricStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard) for shard in (saved, loaded))
+    expected, trained = fabric_tests.save_and_load(by, other, tmp_path / f"{saved}.ckpt")
     torch.testing.assert_close(trained, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -580,8 +576,8 @@ def test_a_whole_gradient_can_be_asked_for() -> None:
     """`strategy.full_gradient` returns what `grad` is without sharding."""
     gradients = []
     for shard in (False, True):
-        fabric = fabrics.make_fabric(FabricStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard))
-        module, _ = fabrics._set_up(fabric)
-        fabric.backward(fabrics._loss(module, 0))
+        fabric = make_fabric(FabricStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard))
+        module, _ = fabric_tests.set_up(fabric)
+        fabric.backward(fabric_tests.loss_of(module, 0))
         gradients.append([fabric.strategy.full_gradient(param) for param in module.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
