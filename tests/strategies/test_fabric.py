@@ -111,6 +111,7 @@ class Scaled(nn.Linear):
 
 def buffer_between_steps(fabric: Any) -> Weights:
     """Change a buffer between steps, on every rank in its own way; what rank 0 made of it counts."""
+    torch.manual_seed(dist.get_rank())
     module = Scaled()
     wrapped, optimizer = set_up(fabric, module)
     for step in range(NUM_STEPS):

@@ -19,7 +19,7 @@ from benchmarks.ports import own_port
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.scripts.models import Regression, loader
-from tests.support.scripts.trainers import like_torchrun, make_trainer, ours_and_ddp
+from tests.support.scripts.trainers import like_torchrun, make_trainer
 
 
 class Asking(Regression):
@@ -67,23 +67,10 @@ class Logging(Regression):
         return loss
 
 
-@like_torchrun()
-def log(*, strategy: str, logger: str, directory: Path) -> dict[str, Any]:
-    """The files that a logger has written, and the values in them."""
-    torch.manual_seed(dist.get_rank())
-    made = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}[logger](directory / strategy, name="")
-    trainer = make_trainer(strategy, max_epochs=2, logger=made, log_every_n_steps=4)
-    trainer.fit(Logging(), loader(), loader())
-    # Only rank 0 knows where it has written, and that it has.
-    folder = Path(trainer.strategy.broadcast(made.log_dir))
+def values_in(folder: Path, logger: str) -> Any:
     if logger == "csv":
         with (folder / "metrics.csv").open() as file:
-            return {"files": sorted(os.listdir(folder)), "values": list(csv.DictReader(file))}
-    kinds = sorted(name.split(".")[0] for name in os.listdir(folder))
-    return {"files": kinds, "values": _scalars(folder)}
-
-
-def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+            return list(csv.DictReader(file))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
@@ -125,10 +112,20 @@ def test_strategy_and_trainer_answer_as_with_ddp() -> None:
 
 
 @pytest.mark.parametrize("logger", ["csv", pytest.param("tensorboard", marks=has_tensorboard)])
+@on_ranks()
+@like_torchrun()
 def test_log_files_are_those_of_ddp(logger: str, tmp_path: Path) -> None:
-    ours, ddp = ours_and_ddp(log, logger=logger, directory=tmp_path)
-    assert ours == ddp
-    assert ours[0]["values"]
+    outcomes = []
+    for strategy in ("bucketddp", "ddp"):
+        torch.manual_seed(dist.get_rank())
+        made = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}[logger](tmp_path / strategy, name="")
+        trainer = make_trainer(strategy, max_epochs=2, logger=made, log_every_n_steps=4)
+        trainer.fit(Logging(), loader(), loader())
+        # Only rank 0 knows where it has written, and that it has.
+        folder = Path(trainer.strategy.broadcast(made.log_dir))
+        outcomes.append((sorted(name.split(".")[0] for name in os.listdir(folder)), values_in(folder, logger)))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1]
     assert len(list((tmp_path / "bucketddp").rglob("version_*"))) == 1
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.strategies.test_precision import option
@@ -51,7 +50,6 @@ class Setting:
     manual: str = ""
     optimizer: str = "adamw"
     clips: bool = False
-    hook: bool = False
     returns_none_on: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -139,9 +137,8 @@ def fit(*, setting: Setting, saves: ModelCheckpoint | None = None, ckpt_path: st
     """One epoch."""
     module = Module(setting)
     observer = _Observer()
-    hook: dict[str, Any] = {"ddp_comm_hook": default_hooks.allreduce_hook} if setting.hook else {}
     trainer = make_trainer(
-        BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, **hook, **setting.options),
+        BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, **setting.options),
         max_epochs=1,
         accumulate_grad_batches=setting.accumulate,
         gradient_clip_val=0.1 if setting.clips else None,
@@ -174,44 +171,12 @@ def outcome_of(call: Callable[[], Any]) -> tuple[str, list[str]]:
     return error, [text for text in texts if text.startswith("bucketddp:")]
 
 
-class WithBuffers(LightningModule):
-    """What may be infinite in a state dict on purpose, and what may not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.norm = nn.BatchNorm1d(2)
-        self.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
-        self.register_buffer("best", torch.tensor(math.nan))
-        self.bias = nn.Parameter(torch.tensor([0.0, -math.inf]), requires_grad=False)
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        return self.norm(self.linear(batch)).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def spoil(module: nn.Module, name: str) -> None:
     """Make a value infinite or nan in what is called so."""
     with torch.no_grad():
         for tensor_name, tensor in module.state_dict().items():
             if tensor_name.startswith(name):
                 tensor.view(-1)[0] = math.inf if tensor_name.endswith("weight") else math.nan
-
-
-@like_torchrun()
-def save(
-    *, path: Path, spoiled: str, on_nonfinite: Literal["warn", "raise", "skip"], weights_only: bool = False
-) -> tuple[str, list[str]]:
-    """Save what is infinite on purpose, make a weight bad, and save again: the error and the warnings of that."""
-    module = WithBuffers()
-    trainer = make_trainer(BucketDDPStrategy(on_nonfinite=on_nonfinite), max_epochs=1)
-    samples: Any = torch.randn(8, 2)
-    trainer.fit(module, torch.utils.data.DataLoader(samples, batch_size=4))
-    trainer.save_checkpoint(path)
-    spoil(module, spoiled)
-    return outcome_of(lambda: trainer.save_checkpoint(path, weights_only=weights_only))
 
 
 # In `Setting` rank 1's fourth batch is bad.
@@ -277,12 +242,6 @@ def test_every_rank_raises_before_the_weights_change_and_the_newest_checkpoint_i
         assert is_finite(weights_in(files[-1]))
 
 
-def test_a_micro_batch_that_does_not_synchronise_is_found_when_one_does() -> None:
-    for bad, what in WHAT.items():
-        for rank in trained(bad, "raise", accumulate=3, at=3):
-            assert rank.error.startswith(f"NonFiniteError: Not finite in step 1 (epoch 0, batch 5): {what}.")
-
-
 # --- Skip
 
 
@@ -296,10 +255,7 @@ def test_a_micro_batch_that_does_not_synchronise_is_found_when_one_does() -> Non
         {"manual": "step"},
         {"manual": "closure"},
         {"optimizer": "lbfgs"},
-        {"hook": True},
         {"returns_none_on": 0},
-        {"options": {"reduce_dtype": "bf16"}},
-        {"options": {"overlap": False}},
         {"options": {"gradient_weight": "batch_size"}},
     ],
     ids=str,
@@ -337,13 +293,6 @@ def test_gradients_are_left_to_a_grad_scaler(on_nonfinite: str) -> None:
     for rank in trained("gradient", on_nonfinite, precision="scaler"):
         assert (rank.error, rank.warnings, rank.logged) == ("", [], 0)
         assert is_finite(rank.weights)
-
-
-@for_each("bad", WHAT)
-def test_nothing_is_looked_at_on_request(bad: str) -> None:
-    for rank in trained(bad, None):
-        assert (rank.error, rank.warnings, rank.logged) == ("", [], 0)
-        assert is_finite(rank.weights) == (bad == "loss")  # to which a constant is added
 
 
 # --- Checkpoints
@@ -387,45 +336,3 @@ def test_by_default_the_newest_finite_checkpoint_is_kept(
 
 def weights_in(path: Path) -> list[torch.Tensor]:
     return list(torch.load(path, weights_only=False)["state_dict"].values())
-
-
-@pytest.mark.parametrize(
-    ("spoiled", "named", "weights_only"),
-    [
-        ("linear", "`linear.weight`, `linear.bias`", False),
-        ("norm.running_mean", "`norm.running_mean`", True),
-        ("bias", "`bias`", False),  # infinite from the start, and nan now
-    ],
-)
-def test_a_checkpoint_with_bad_weights_is_written_beside(
-    spoiled: str, named: str, weights_only: bool, tmp_path: Path
-) -> None:
-    path = tmp_path / "model.ckpt"
-    rank_zero, rank_one = run_on_ranks(save, path=path, spoiled=spoiled, on_nonfinite="warn", weights_only=weights_only)
-    assert rank_zero == (
-        "",
-        [
-            f"bucketddp: weights have become infinite or nan by step 1: {named}. Checkpoint `{path}` is written as"
-            f" `{tmp_path}/nonfinite/model.ckpt`, and further ones likewise; earlier ones are neither replaced nor"
-            f" removed. Resume from `{path}`."
-        ],
-    )
-    assert rank_one == ("", [])
-    name = named.split("`")[1]
-    kept, beside = (torch.load(p, weights_only=False) for p in (path, tmp_path / "nonfinite" / "model.ckpt"))
-    assert not kept["state_dict"][name].isnan().any()
-    assert not is_finite([beside["state_dict"][name]])
-    assert ("optimizer_states" in beside) is not weights_only
-
-
-@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
-def test_a_checkpoint_with_bad_weights_is_refused_on_every_rank(on_nonfinite: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.ckpt"
-    rank_zero, rank_one = run_on_ranks(save, path=path, spoiled="linear.weight", on_nonfinite=on_nonfinite)
-    error = (
-        f"CheckpointWriteError: Checkpoint `{path}` is not written, because weights are not finite: `linear.weight`."
-        f" Earlier ones are untouched: resume from `{path}`."
-    )
-    assert rank_zero == (error, [])
-    assert rank_one == (f"{error} (on rank 0)", [])
-    assert is_finite([torch.load(path, weights_only=False)["state_dict"]["linear.weight"]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from pathlib import Path
 from typing import Any, Literal
@@ -87,46 +86,6 @@ class ConfiguredLate(models.Regression):
             widen(self)
 
 
-class ChangedGradients(Wide):
-    """Changes gradients element by element, in all ways that users have."""
-
-    def on_after_backward(self) -> None:
-        first, last = self.layers[0], self.layers[2]
-        first.weight.grad[3] = 0
-        first.weight.grad.data[5:7] = 0
-        first.weight.grad += 0.1 * first.weight.detach()
-        last.weight.grad.mul_(torch.linspace(0, 1, HIDDEN))
-        torch._foreach_add_([first.bias.grad, last.bias.grad], 0.01)
-        torch.nan_to_num_(last.weight.grad)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for param in self.parameters():
-            assert param.grad is not None
-            param.grad.clamp_(-0.2, 0.2)
-
-
-def clip_by_hand(module: Any, batch: list[Tensor]) -> None:
-    """Call torch's own clipping."""
-    module.manual_backward(module.loss(batch))
-    module.seen.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.05)))
-
-
-class ModuleZeroGrad(Manual):
-    def training_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
-        self.zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.optimizers().step()  # type: ignore[union-attr]
-
-
-class Penalised(Wide):
-    """Reads all weights before the forward, and one by another layer than its own."""
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        penalty = torch.stack([param.square().sum() for param in self.parameters()]).sum()
-        back = nn.functional.linear(self.layers[2].weight, self.layers[0].weight.t())
-        return self.loss(batch) + 0.01 * penalty + 0.1 * back.square().mean()
-
-
 class Overflowing(Plain):
     """Has an infinite gradient, in one element, in the second of three windows of two micro-batches."""
 
@@ -147,47 +106,6 @@ class NotFinite(Plain):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
         loss = self.loss(batch)
         return loss * torch.inf if batch_idx == 3 and self.global_rank == 1 else loss
-
-
-class AccumulatingGan(Plain):
-    """Two players that accumulate over two batches and step in turns; nothing keeps one out of the other's turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.critic = nn.Sequential(nn.Linear(1, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        strategy: Any = self.trainer.strategy
-        for turn, (optimizer, sign) in enumerate(zip(self.optimizers(), (1, -1), strict=True)):
-            loss = sign * self.critic(self.layers(batch[0]) - batch[1]).square().mean()
-            if batch_idx % 2 == 0:
-                optimizer.zero_grad()
-                with strategy.block_backward_sync():
-                    self.manual_backward(loss)
-            else:
-                self.manual_backward(loss)
-                if batch_idx % 4 != 1 or turn == 0:
-                    optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.layers, self.critic)]
-
-
-class Aliases(Plain):
-    """Computes with tensors that share the memory of weights, made once: before training, or in its first step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._aliases: list[Tensor] = []
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        weight = self.layers[0].weight
-        if not self._aliases:
-            of_state = self.state_dict()["layers.0.weight"]
-            self._aliases = [weight.detach(), weight.data, weight.detach().view(-1), of_state]
-        total = sum(alias.sin().sum() for alias in self._aliases)  # before anything uses the weight itself
-        return self.loss(batch) + self.layers[2].bias.sum() * total
 
 
 class PostHooks(Plain):
@@ -221,29 +139,6 @@ class PostHooks(Plain):
             assert all(map(operator.is_, params, self.parameters()))
 
         optimizer.register_step_pre_hook(check)
-
-
-class Averaging(Plain):
-    """Keeps an average of itself, in a hook of Lightning's right after the step, and learns from it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = copy.deepcopy(self.layers).requires_grad_(False)
-        self._stored: list[Tensor] = []
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
-        self._stored = self._stored or [param.data for param in self.layers.parameters()]
-        with torch.no_grad():
-            for mine, others in zip(self.average.parameters(), self._stored, strict=True):
-                mine.lerp_(others, 0.1)
-        self.to(self.device)  # where it is already
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        return self.loss(batch) + (self.layers(batch[0]) - self.average(batch[0])).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.layers.parameters(), lr=0.05)
 
 
 def accumulate(**options: Any) -> dict[str, Any]:
@@ -283,21 +178,14 @@ EXACT = {
     "plain_sgd": Program(Plain, lambda: {"max_epochs": 2}, validates=True),
     "overflow_of_a_scaler": Program(Overflowing, overflowing_scaler, {"on_nonfinite": None}),
     "step_skipped_for_a_nan": Program(NotFinite, accumulate, {"on_nonfinite": "skip"}),
-    "gan_that_accumulates": Program(AccumulatingGan),
-    "aliases_of_weights": Program(Aliases),
     "hooks_around_steps": Program(PostHooks),
-    "average_of_weights": Program(Averaging),
 }
 # But for the order in which numbers are added, or rounded.
 ROUNDED: dict[str, Program] = {
     "groups_and_schedulers": Program(Groups, lambda: {"max_epochs": 2}),
     "configure_model": Program(ConfiguredLate),
-    "changed_gradients": Program(ChangedGradients),
-    "clipped_by_hand": Program(lambda: widen(Manual(clip_by_hand))),
     "clip_norm": Program(Wide, lambda: {"gradient_clip_val": 0.1}),
     "clip_value": Program(Wide, lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "module_zero_grad": Program(lambda: widen(ModuleZeroGrad(two_losses))),
-    "penalised": Program(Penalised),
     "scaler": Program(lambda: widen(Squares()), lambda: {"gradient_clip_val": 0.1, **option("scaler")}),
     "layer_added": Program(Wide, lambda: {"callbacks": trainer_tests.AddsLayer(), "max_epochs": 3}),
     "uneven_data": _uneven(uneven_data=True),
@@ -317,8 +205,8 @@ ROUNDED: dict[str, Program] = {
     ),
 }
 LONG = {
-    *("configure_model", "clip_value", "module_zero_grad", "uneven_data", "two_optimizers", "bf16-mixed", "two_losses"),
-    *("clipped_by_hand", "gan_toggle_optimizer", "exponential_weight_averaging", "finetuned_backbone"),
+    *("configure_model", "clip_value", "uneven_data", "two_optimizers", "bf16-mixed", "two_losses"),
+    *("gan_toggle_optimizer", "exponential_weight_averaging", "finetuned_backbone"),
 }
 
 
@@ -354,17 +242,11 @@ def test_training_equals_that_without_sharding(name: str, shard: ShardOption) ->
     compare(program, shard, tolerance=0.0 if name in EXACT else 1e-3 if name == "bf16-mixed" else 1e-6)
 
 
-@for_each("shard", [True, "parameters"])
-@on_ranks(4)
-def test_training_on_four_ranks_equals_that_without_sharding(shard: ShardOption) -> None:
-    compare(Program(Wide, lambda: {"precision": "64-true"}), shard, tolerance=1e-6)
-
-
 # --- Failures
 
 
 class Raising(Wide):
-    """Does what `what` says after a backward, or in `configure_optimizers`."""
+    """Does what `what` says after a backward."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -376,16 +258,10 @@ class Raising(Wide):
         elif self._what == "module fails":
             raise RuntimeError("of the module itself")
 
-    def configure_optimizers(self) -> Any:
-        if self._what == "LBFGS":
-            return torch.optim.LBFGS(self.parameters())
-        return super().configure_optimizers()
-
 
 @for_each(
     ("what", "text"),
     [
-        ("LBFGS", "ValueError: `shard_optimizer` cannot divide the state of `LBFGS`: it is not known"),
         ("gradient is read", "`mean` reads the gradient of `layers.0.weight`, of which rank {rank} of 2 has"),
         ("module fails", "of the module itself"),
     ],

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from benchmarks.ports import own_port
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.wording import wrap
-from tests.support.disks import forbidden_directory, not_as_root, small_disk
+from tests.support.disks import small_disk
 from tests.support.jobs.checkpoint import number_in, save_numbered
 from tests.support.programs import REPOSITORY, run
 from tests.support.ranks import raised_by, run_on_ranks
@@ -77,22 +75,20 @@ def save_in_background(*, directory: Path, max_epochs: int, room_for_bytes: int 
 
 
 class TriesToSave(Callback):
-    """Saves after each epoch, with the rights of anyone if it shall, and goes on when that fails."""
+    """Saves after each epoch, and goes on when that fails."""
 
-    def __init__(self, path: Path, *, as_root: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.raised: list[str | None] = []
-        self._rights = nullcontext if as_root else not_as_root
 
     def on_train_epoch_end(self, trainer: Trainer, _: Any) -> None:
-        with self._rights():
-            self.raised.append(raised_by(lambda: trainer.save_checkpoint(self.path)))
+        self.raised.append(raised_by(lambda: trainer.save_checkpoint(self.path)))
 
 
 @like_torchrun()
-def train_through_failures(*, path: Path, as_root: bool = True) -> tuple[list[str | None], dict[str, Any]]:
+def train_through_failures(*, path: Path) -> tuple[list[str | None], dict[str, Any]]:
     """What three saves raise, and the state that training ends with all the same."""
-    tries = TriesToSave(path, as_root=as_root)
+    tries = TriesToSave(path)
     trainer = make_trainer("bucketddp", max_epochs=3, callbacks=tries)
     trainer.fit(Scheduled(), models.loader())
     state = {
@@ -137,7 +133,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(first: str, second: str, tmp_
 
 @pytest.mark.parametrize(
     ("before", "first", "after", "second"),
-    [(2, "ddp", 1, "bucketddp"), (1, "bucketddp", 2, "ddp"), (1, "bucketddp", 2, "bucketddp")],
+    [(2, "ddp", 1, "bucketddp"), (1, "bucketddp", 2, "ddp")],
 )
 def test_a_checkpoint_resumes_at_another_world_size(
     before: int, first: str, after: int, second: str, tmp_path: Path
@@ -220,31 +216,17 @@ def test_a_failure_in_the_background_is_raised_on_every_rank(max_epochs: int, tm
     assert rank_one == f"{rank_zero} (on rank 0)"
 
 
-@contextmanager
-def bad_place(cause: str) -> Iterator[Path]:
-    """Where a checkpoint cannot be written, because of `cause`. There is an older one, if one can be there."""
-    if cause == "Permission denied":
-        with forbidden_directory() as directory:
-            yield directory / "model.ckpt"
-        return
-    with small_disk(num_bytes=4_003_000) as disk:  # which the older one fills
-        path = disk.path / "model.ckpt"
-        save_numbered(1, str(path))
-        if cause == "Read-only file system":
-            disk.make_read_only()
-        yield path
-        assert [file.name for file in disk.path.iterdir()] == ["model.ckpt"]
-        assert number_in(str(path)) == 1
-
-
-@pytest.mark.parametrize("cause", ["No space left on device", "Read-only file system", "Permission denied"])
-def test_training_can_go_on_after_a_save_that_fails_on_every_rank(cause: str, tmp_path: Path) -> None:
+def test_training_can_go_on_after_a_save_that_fails_on_every_rank(tmp_path: Path) -> None:
     undisturbed = run_on_ranks(train_through_failures, path=tmp_path / "model.ckpt")
     assert [raised for raised, _ in undisturbed] == [[""] * 3] * 2
-    with bad_place(cause) as path:
-        ranks = run_on_ranks(train_through_failures, path=path, as_root=cause != "Permission denied")
-        text = f"CheckpointWriteError: Could not write checkpoint `{path}`: {cause}. {ADVICE}"
-        assert [raised for raised, _ in ranks] == [[text] * 3, [f"{text} (on rank 0)"] * 3]
+    with small_disk(num_bytes=4_003_000) as disk:
+        path = disk.path / "model.ckpt"
+        save_numbered(1, str(path))  # which fills it
+        ranks = run_on_ranks(train_through_failures, path=path)
+        assert [file.name for file in disk.path.iterdir()] == ["model.ckpt"]
+        assert number_in(str(path)) == 1
+    text = f"CheckpointWriteError: Could not write checkpoint `{path}`: No space left on device. {ADVICE}"
+    assert [raised for raised, _ in ranks] == [[text] * 3, [f"{text} (on rank 0)"] * 3]
     assert [state for _, state in ranks] == [state for _, state in undisturbed]
 
 
@@ -264,24 +246,6 @@ def test_rank_zero_saves_alone_when_the_others_cannot_be_reached(is_async: bool,
     state = torch.load(path, weights_only=True)["bucketddp"]
     assert len(state["rank_seeds"]["states"]) == 1
     assert [entries["iter"] for entries in state["comm_hook_state"]["by_rank"]] == [3]
-
-
-def test_a_truncated_checkpoint_is_named_on_every_rank(tmp_path: Path) -> None:
-    path = tmp_path / "model.ckpt"
-    torch.save({"state_dict": {"weight": torch.ones(1000)}}, path)
-    path.write_bytes(path.read_bytes()[:2000])
-    text = (
-        f"CheckpointReadError: Cannot read checkpoint `{path}`: it is cut short or damaged (2,000 bytes that are not a"
-        " complete archive). No intact checkpoint is beside it. Copy it again from where it came from, or resume from"
-        " another one."
-    )
-    assert run_on_ranks(failure_to_resume, path=path) == [text, text]
-
-
-@like_torchrun()
-def failure_to_resume(*, path: Path) -> str:
-    trainer = make_trainer("bucketddp", max_epochs=1)
-    return raised_by(lambda: trainer.fit(Scheduled(), models.loader(), ckpt_path=path))
 
 
 if __name__ == "__main__":
