@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 ON_ALL, ON_ONE, ON_ANY = (None,), (1, 0), (None, 1, 0)
 
 
+Act = Callable[[Any, Any], Any]
+
+
 class Accident(Exception):
     """What a program raises."""
 
@@ -34,15 +37,13 @@ class Kind:
         place: where in a step it happens.
         act: what happens.
         ranks: on which ranks it may happen; None: on all.
-        loops: which loops it makes sense in.
         ddp_can: torch DDP trains programs with it.
         reference_can: so does one process that computes all ranks' gradients one after the other.
     """
 
     place: str
-    act: Callable[[Any, Any], Any]
+    act: Act
     ranks: tuple[int | None, ...]
-    loops: tuple[str, ...]
     ddp_can: bool
     reference_can: bool
 
@@ -51,17 +52,12 @@ EVENTS: dict[str, Kind] = {}
 
 
 def event(
-    place: str,
-    *,
-    ranks: tuple[int | None, ...] = ON_ANY,
-    loops: tuple[str, ...] = ("automatic", "manual", "fabric"),
-    ddp_can: bool = True,
-    reference_can: bool = True,
-) -> Callable[[Callable[[Any, Any], Any]], Callable[[Any, Any], Any]]:
+    place: str, *, ranks: tuple[int | None, ...] = ON_ANY, ddp_can: bool = True, reference_can: bool = True
+) -> Callable[[Act], Act]:
     """Have a function drawn as an event."""
 
-    def enter(act: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        EVENTS[act.__name__] = Kind(place, act, ranks, loops, ddp_can, reference_can)
+    def enter(act: Act) -> Act:
+        EVENTS[act.__name__] = Kind(place, act, ranks, ddp_can, reference_can)
         return act
 
     return enter

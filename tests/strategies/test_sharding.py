@@ -282,11 +282,11 @@ def test_what_fails_is_told_on_every_rank_and_leaves_no_gradient_in_the_module(w
 def test_a_gradient_that_is_not_finite_is_named_as_without_sharding(on_nonfinite: Literal["skip", "raise"]) -> None:
     results = []
     for shard in (False, True):
-        module = nonfinite.Module(nonfinite.Setting("gradient"))
+        module = nonfinite.Module("gradient")
         strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard, on_nonfinite=on_nonfinite)
         trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
         with lines_logged("lightning_bucketddp") as messages:
-            error = raised_by(lambda: trainer.fit(module, nonfinite.Batches(())))  # noqa: B023
+            error = raised_by(lambda: trainer.fit(module, nonfinite.Batches()))  # noqa: B023
         results.append((error, list(messages), dict(module.state_dict())))
     (error, messages, weights), (error_sharded, messages_sharded, sharded) = results
     assert (error_sharded, messages_sharded) == (error, messages)
