@@ -24,14 +24,12 @@ from tests.support.cases import for_each
 from tests.support.ranks import on_ranks
 from tests.support.scripts.models import (
     WIDTH,
-    ConvBatchNorm,
     IdleRank,
     LBFGSRegression,
     ManualRegression,
     RankZeroBuffer,
     Regression,
     SpareLayer,
-    TwoPlayers,
     loader,
 )
 from tests.support.scripts.trainers import like_torchrun
@@ -75,13 +73,13 @@ def same_graph_twice(module: Any, batch: list[Tensor]) -> None:
     module.manual_backward(loss)
 
 
-def kept_gradients(module: Any, batch: list[Tensor], *, copies: bool) -> None:
-    """Combine the gradients of two losses, which are kept as they are or as copies."""
+def kept_gradients(module: Any, batch: list[Tensor]) -> None:
+    """Combine the gradients of two losses, which are kept as they are."""
     gradients = []
     for loss in (module.loss(batch), other_loss(module, batch)):
         module.zero_grad()
         module.manual_backward(loss)
-        gradients.append([param.grad.clone() if copies else param.grad for param in module.parameters()])
+        gradients.append([param.grad for param in module.parameters()])
     for param, a, b in zip(module.parameters(), *gradients, strict=True):
         param.grad = a + 2 * b
 
@@ -90,11 +88,6 @@ def graph_of_backward(module: Any, batch: list[Tensor]) -> None:
     """Ask for a graph of the gradients, and accumulate into them."""
     module.manual_backward(module.loss(batch), create_graph=True)
     module.manual_backward(other_loss(module, batch))
-
-
-def clip_by_lightning(module: Any, batch: list[Tensor]) -> None:
-    module.manual_backward(module.loss(batch))
-    module.clip_gradients(module.optimizers(), gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
 
 class LineSearch(Regression):
@@ -253,10 +246,6 @@ def contrastive(module: Any, batch: list[Tensor]) -> Tensor:
     hidden = hidden + module.all_gather(hidden, sync_grads=True).mean(dim=(0, 1))
     has_extra = (module.global_rank + module.trainer.fit_loop.batch_idx) % 2 == 0
     return module.loss_of(hidden, batch[1], has_extra=has_extra)
-
-
-def statistics_in_loss(module: Any, batch: list[Tensor]) -> Tensor:
-    return module.loss(batch) + (module.norm.running_mean.clone() * module.norm.bias).sum()
 
 
 class FrozenLate(Network):
@@ -471,11 +460,9 @@ STYLES = {
     "two_losses": Program(lambda: Manual(two_losses)),
     "two_losses_one_reduction": Program(lambda: Manual(partial(two_losses, first_stays_here=True))),
     "same_graph_twice": Program(lambda: Manual(same_graph_twice)),
-    "kept_gradients": Program(lambda: Manual(partial(kept_gradients, copies=True))),
-    "gradients_kept_without_a_copy": Program(lambda: Manual(partial(kept_gradients, copies=False))),
+    "gradients_kept_without_a_copy": Program(lambda: Manual(kept_gradients)),
     # torch DDP raises there: it writes into gradients that have a graph.
     "graph_of_backward": Program(lambda: Manual(graph_of_backward), ddp_module=lambda: Manual(two_losses)),
-    "manual_clipping": Program(lambda: Manual(clip_by_lightning)),
     "micro_batches": Program(ManualRegression),
     "line_search": Program(LineSearch),
     "lbfgs": Program(LBFGSRegression),
@@ -502,14 +489,11 @@ GANS = {
     "discriminator_every_second_batch": Program(lambda: Gan("toggle_optimizer", discriminator_every=2), ddp=UNUSED),
     # Each turn leaves gradients in the other network, which its own turn clears.
     "nothing_switched_off": Program(lambda: Gan("nothing"), ddp=UNUSED),
-    "two_players": Program(TwoPlayers, ddp=UNUSED),
 }
 USER_CODE = {
-    "batchnorm": Program(ConvBatchNorm, validates=True),
     "buffer_in_step": Program(lambda: RankZeroBuffer(changes_in="training_step")),
     "buffer_after_step": Program(lambda: RankZeroBuffer(changes_in="on_train_batch_end")),
     "unused_on_rank_0": Program(lambda: SpareLayer(used_on=(1,)), ddp=UNUSED),
-    "unused_everywhere": Program(lambda: SpareLayer(used_on=()), ddp=UNUSED),
     "idle_rank": Program(
         lambda: IdleRank(uses_parameters=False), ddp_module=lambda: IdleRank(uses_parameters=True), ddp=UNUSED
     ),
@@ -521,7 +505,6 @@ USER_CODE = {
     "masks": Program(Network, lambda: {"callbacks": Masks()}),
     "masks_while_accumulating": Program(Network, lambda: {"callbacks": Masks(), "accumulate_grad_batches": 2}),
     "renormalised": Program(lambda: Network(norm=Renormalised(8))),
-    "statistics_in_loss": Program(lambda: Network(statistics_in_loss)),
     "frozen_late": Program(FrozenLate, ddp=UNUSED),
     "talkative": Program(Talkative),
 }
@@ -563,7 +546,7 @@ FEW = {
         "toggle_optimizer",
         "gan_that_accumulates",
     ),
-    *("nothing_switched_off", "batchnorm", "buffer_after_step", "idle_rank", "unused_on_rank_0"),
+    *("nothing_switched_off", "buffer_after_step", "idle_rank", "unused_on_rank_0"),
     *("picture_while_accumulating", "adversarial", "contrastive", "masks_while_accumulating", "renormalised"),
     *("frozen_late", "talkative", "max_steps", "validation_within_epochs", "new_loaders_each_epoch", "barebones"),
     *("no_distributed_sampler", "plateau", "learning_rate_monitor", "timer_and_lambda", "stops_by_itself"),

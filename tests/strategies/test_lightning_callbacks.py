@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 
+from tests.strategies.comparison import Program, train
 from tests.support.cases import for_each
 from tests.support.ranks import on_ranks, raised_by
 from tests.support.scripts.models import Regression, loader
@@ -64,11 +65,9 @@ class PredictionFiles(callbacks.BasePredictionWriter):
 def test_predictions_are_written_like_with_ddp(tmp_path: Path) -> None:
     outcomes = []
     for strategy in STRATEGIES:
-        torch.manual_seed(dist.get_rank())
-        module, writer = Regression(), PredictionFiles(tmp_path)
-        trainer = make_trainer(strategy, max_epochs=1, callbacks=writer)
-        trainer.fit(module, loader())
-        trainer.predict(module, loader(), return_predictions=False)
+        writer = PredictionFiles(tmp_path)
+        trained = train(Program(trainer=lambda: {"callbacks": writer}), strategy)  # noqa: B023
+        trained.trainer.predict(trained.trainer.lightning_module, loader(), return_predictions=False)
         predictions, indices = torch.load(tmp_path / f"rank{dist.get_rank()}.pt")
         outcomes.append((writer.batches, predictions.tolist(), indices))
     assert outcomes[0] == outcomes[1]
@@ -120,20 +119,17 @@ class _Fails(Callback):
 @on_ranks()
 @like_torchrun()
 def test_an_exception_on_all_ranks_leaves_the_checkpoint_of_ddp(by: str, tmp_path: Path) -> None:
-    outcomes = []
+    saved = []
     for strategy in STRATEGIES:
         torch.manual_seed(dist.get_rank())
-        module, directory = Regression(), tmp_path / strategy
-        saving = (
-            callbacks.OnExceptionCheckpoint(directory, filename="failed")
-            if by == "OnExceptionCheckpoint"
-            else callbacks.ModelCheckpoint(directory, filename="failed", save_on_exception=True)
-        )
+        options = {"save_on_exception": True} if by == "ModelCheckpoint" else {}
+        saving = getattr(callbacks, by)(tmp_path / strategy, filename="failed", **options)
         trainer = make_trainer(strategy, max_epochs=1, enable_checkpointing=True, callbacks=[_Fails(), saving])
         with pytest.raises(Accident):
-            trainer.fit(module, loader())
-        [file] = directory.glob("*.ckpt")
+            trainer.fit(Regression(), loader())
+        dist.barrier()
+        [file] = (tmp_path / strategy).glob("*.ckpt")
         checkpoint = torch.load(file, weights_only=False)
         assert checkpoint["global_step"] == 3
-        outcomes.append({"weights": dict(module.state_dict()), "saved": checkpoint["state_dict"]})
-    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=0, atol=0)
+        saved.append((checkpoint["state_dict"], dict(trainer.lightning_module.state_dict())))
+    torch.testing.assert_close(saved[0], saved[1], rtol=0, atol=0)

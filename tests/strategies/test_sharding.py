@@ -19,7 +19,7 @@ from lightning_bucketddp.sharding.shards import ShardOption
 from tests.reducer import test_batch_weighting as participation
 from tests.reducer import test_training_changes as changes
 from tests.strategies import test_fabric as fabric_tests
-from tests.strategies import test_nonfinite_trainer as nonfinite
+from tests.strategies import test_nonfinite as nonfinite
 from tests.strategies import test_trainer as trainer_tests
 from tests.strategies.comparison import Program, assert_equal, ours
 from tests.strategies.test_equals_ddp import GANS, Manual, two_losses

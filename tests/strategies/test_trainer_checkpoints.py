@@ -21,7 +21,7 @@ from lightning_bucketddp.wording import wrap
 from tests.support.disks import small_disk
 from tests.support.jobs.checkpoint import number_in, save_numbered
 from tests.support.programs import REPOSITORY, run
-from tests.support.ranks import raised_by, run_on_ranks
+from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts import models
 from tests.support.scripts.checkpoints import ADVICE, Saves, Scheduled, assert_same_state, full_disk, state_in
 from tests.support.scripts.hooks import HOOKS
@@ -50,28 +50,6 @@ def fit_and_save(*, strategy: str, max_epochs: int, save_to: Path, resume_from: 
     trainer = make_trainer(strategy, max_epochs=max_epochs)
     trainer.fit(Scheduled(), models.loader(), ckpt_path=resume_from)
     trainer.save_checkpoint(save_to)
-
-
-@like_torchrun()
-def use_own_plugin(*, path: Path) -> list[str]:
-    """What a user's own plugin is asked to do."""
-    plugin = RecordingCheckpointIO()
-    trainer = make_trainer("bucketddp", max_epochs=1, plugins=plugin)
-    trainer.fit(Scheduled(), models.loader())
-    trainer.save_checkpoint(path)
-    trainer.fit(Scheduled(), models.loader(), ckpt_path=path)
-    return plugin.calls
-
-
-@like_torchrun()
-def save_in_background(*, directory: Path, max_epochs: int, room_for_bytes: int | None = None) -> str | None:
-    """Save each epoch with `AsyncCheckpointIO`; what the fit raises."""
-    each_epoch = ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)
-    trainer = make_trainer(
-        "bucketddp", max_epochs=max_epochs, plugins=AsyncCheckpointIO(), enable_checkpointing=True, callbacks=each_epoch
-    )
-    with full_disk(room_for_bytes):
-        return raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
 
 
 class TriesToSave(Callback):
@@ -194,26 +172,45 @@ def test_a_rank_that_saves_alone_is_told_to_save_on_all(where: str, tmp_path: Pa
     assert not (tmp_path / "alone.ckpt").exists()
 
 
+@on_ranks()
+@like_torchrun()
 def test_a_plugin_of_the_user_writes_and_reads(tmp_path: Path) -> None:
-    rank_zero, rank_one = run_on_ranks(use_own_plugin, path=tmp_path / "model.ckpt")
-    assert rank_zero == ["save model.ckpt", "load model.ckpt"]
-    assert rank_one == ["load model.ckpt"]
+    plugin, path = RecordingCheckpointIO(), tmp_path / "model.ckpt"
+    trainer = make_trainer("bucketddp", max_epochs=1, plugins=plugin)
+    trainer.fit(Scheduled(), models.loader())
+    trainer.save_checkpoint(path)
+    trainer.fit(Scheduled(), models.loader(), ckpt_path=path)
+    assert plugin.calls == [*(["save model.ckpt"] * trainer.is_global_zero), "load model.ckpt"]
 
 
+def save_in_background(directory: Path, *, max_epochs: int) -> str:
+    """Save each epoch with `AsyncCheckpointIO`; return what the fit raises."""
+    saving = {
+        "callbacks": ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1),
+        "plugins": AsyncCheckpointIO(),
+        "enable_checkpointing": True,
+    }
+    trainer = make_trainer("bucketddp", max_epochs=max_epochs, **saving)
+    return raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
+
+
+@on_ranks()
+@like_torchrun()
 def test_checkpoints_are_written_in_the_background(tmp_path: Path) -> None:
-    assert run_on_ranks(save_in_background, directory=tmp_path, max_epochs=2) == ["", ""]
+    assert save_in_background(tmp_path, max_epochs=2) == ""
+    dist.barrier()
     assert [state_in(tmp_path / f"epoch={epoch}.ckpt")["global_step"] for epoch in range(2)] == [10, 20]
 
 
 # With one epoch nothing comes after the failure at which it could be raised, but the end.
 @pytest.mark.parametrize("max_epochs", [1, 2])
+@on_ranks()
+@like_torchrun()
 def test_a_failure_in_the_background_is_raised_on_every_rank(max_epochs: int, tmp_path: Path) -> None:
-    rank_zero, rank_one = run_on_ranks(
-        save_in_background, directory=tmp_path, max_epochs=max_epochs, room_for_bytes=1000
-    )
-    assert rank_zero.startswith(f"CheckpointWriteError: Could not write checkpoint `{tmp_path}/epoch=")
-    assert rank_zero.endswith(f".ckpt`: File too large. {ADVICE}")
-    assert rank_one == f"{rank_zero} (on rank 0)"
+    with full_disk(1000):
+        error = save_in_background(tmp_path, max_epochs=max_epochs)
+    assert error.startswith(f"CheckpointWriteError: Could not write checkpoint `{tmp_path}/epoch=")
+    assert error.endswith(f".ckpt`: File too large. {ADVICE}" + " (on rank 0)" * dist.get_rank())
 
 
 def test_training_can_go_on_after_a_save_that_fails_on_every_rank(tmp_path: Path) -> None:
