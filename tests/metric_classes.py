@@ -1,6 +1,6 @@
 """What every metric class of torchmetrics gives on several ranks, against one process and `ddp`.
 
-python -m tests.metric_classes [NAME ...] [--ranks 2 3] [--result FILE]
+python -m tests.metric_classes [NAME ...] [--ranks 2 3]
 
 Each class that can be made with plain arguments is updated in `test_step` with samples that the ranks cannot share
 evenly, logged, and computed.
@@ -14,13 +14,12 @@ import inspect
 import platform
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torchmetrics
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -244,48 +243,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.metric_classes", description=__doc__)
     parser.add_argument("names", nargs="*", help="only classes whose names contain one of these")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--result", type=Path, help="a file for the table, in Markdown")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows, left_out, counts = [], [], dict.fromkeys((*GOOD, "other"), 0)
+    print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}.", file=sys.stderr)
+    counts: Counter[str] = Counter()
     for name, cls in metric_classes().items():
         if args.names and not any(part in name for part in args.names):
             continue
         usage = find_usage(cls)
-        if isinstance(usage, str):
-            left_out.append(f"| {name} | {usage} |")
-            continue
-        verdicts = [verdict(cls, usage, world_size) for world_size in args.ranks]
-        for text in verdicts:
-            counts[text if text in counts else "other"] += 1
-        rows.append(f"| {name} | {' | '.join(verdicts)} |")
-        print(rows[-1], flush=True)
-    text = "\n".join(
-        [
-            f"# torchmetrics {torchmetrics.__version__} on several ranks",
-            "",
-            f"    $ python -m tests.metric_classes --ranks {' '.join(map(str, args.ranks))}",
-            "",
-            f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}.",
-            f"{NUM_SAMPLES} samples in batches of {BATCH_SIZE}. {len(rows)} classes:",
-            f"{counts['one process']} results are those of one process, {counts['ddp']} those of `ddp`,",
-            f"{counts[_BY_BATCHES]} depend on the batches under both, {counts['other']} are listed with what happens.",
-            "",
-            f"| class | {' | '.join(f'{number} ranks' for number in args.ranks)} |",
-            "|---|" + "---|" * len(args.ranks),
-            *rows,
-            "",
-            "Not made with plain arguments and inputs:",
-            "",
-            "| class | first reason |",
-            "|---|---|",
-            *left_out,
-            "",
-        ]
-    )
-    if args.result is not None:
-        args.result.write_text(text)
-    print(*text.splitlines()[4:8], file=sys.stderr)
+        # Some cannot be made with plain arguments and inputs.
+        verdicts = [usage] if isinstance(usage, str) else [verdict(cls, usage, number) for number in args.ranks]
+        counts.update(text if text in GOOD else "other" for text in verdicts)
+        print(f"| {name} | {' | '.join(verdicts)} |", flush=True)
+    print(*counts.items(), sep="\n", file=sys.stderr)
 
 
 if __name__ == "__main__":

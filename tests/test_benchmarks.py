@@ -34,7 +34,7 @@ from benchmarks import (
     step_time,
     wires,
 )
-from benchmarks.fits import OpenFits, _Breaks
+from benchmarks.fits import OpenFits
 from benchmarks.loop import LoopSettings
 from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, build
 from benchmarks.own_processes import OwnProcesses, without_failed
@@ -42,7 +42,7 @@ from benchmarks.peaks import Peaks
 from benchmarks.quality_formats import FORMATS, error_table
 from benchmarks.quality_results import Result, load, markdown
 from benchmarks.quality_tasks import TASKS, evaluate
-from benchmarks.quality_training import DDP, LOCAL_STEPS, PLAIN, WIRES, Run, Trained, local, train
+from benchmarks.quality_training import DDP, PLAIN, Run, Trained, local, train
 from benchmarks.ranks import Place, RankFailed, Ranks
 from benchmarks.report import Table, table_of
 from benchmarks.turns import take_turns
@@ -54,7 +54,6 @@ from benchmarks.variants import (
     settling_in,
     sharded_variants,
     with_hook,
-    with_unused,
 )
 from lightning_bucketddp.config import BLOCK_NUMEL
 from tests.support import warm
@@ -139,6 +138,11 @@ COMMANDS: dict[str, tuple[Callable[..., Any], str, list[list[str]]]] = {
             [name for _, statements in startup.INTERPRETERS for name in statements if name],
         ],
     ),
+    "host_overhead": (
+        host_overhead.main,
+        f"--model=gpt2_shapes {BRIEF}",
+        [[OURS, host_overhead.REDUCING, *THEIRS]],
+    ),
     "growth": (growth.main, f"{BRIEF} --exchange 2 5 --set-up 3 --watch=0.5", [["2", "5"], GROWTH_PHASES]),
 }
 
@@ -170,17 +174,6 @@ def test_a_benchmark_prints_and_writes_all_variants(
         assert table["title"] in printed
         assert all(len(row) == len(table["columns"]) for row in table["rows"].values())
         assert name in ("memory", "growth") or set(table["samples"]) >= set(table["rows"])
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("warm_programs")
-def test_models_are_cut_down_but_not_their_number_of_buckets(tmp_path: Path) -> None:
-    host_overhead.main(["--model=gpt2_shapes", *BRIEF.split(), "--json", str(tmp_path / "found.json")])
-    [table] = json.loads((tmp_path / "found.json").read_text())["tables"]
-    assert list(table["rows"]) == [OURS, host_overhead.REDUCING, *THEIRS]
-    num_buckets = {name: row[2] for name, row in table["rows"].items()}
-    assert num_buckets.pop(OURS) == 0
-    assert all(number > 10 for number in num_buckets.values())
 
 
 def test_every_benchmark_explains_itself(capsys: Capture) -> None:
@@ -285,17 +278,6 @@ def test_a_variant_that_fails_in_its_own_processes_is_left_out(capsys: Capture) 
     assert all(turn.seconds > 0 for turn in without_failed(rounds)[ALONE.name])
 
 
-def test_a_fit_that_fails_tells_whoever_has_asked_for_the_turn() -> None:
-    def fail() -> None:
-        raise ValueError("this fit failed")
-
-    breaks = _Breaks(torch.device("cpu"))
-    breaks.begin(fail)
-    with pytest.raises(RuntimeError, match="A fit failed") as raised:
-        breaks.go_on(None)
-    assert "this fit failed" in str(raised.value.__cause__)
-
-
 @on_ranks()
 def test_buckets_that_are_kept_between_steps_are_told_apart_from_gradients() -> None:
     variants = tuple(settling_in(2, [ALONE, ddp_variants()[0]]))
@@ -305,19 +287,6 @@ def test_buckets_that_are_kept_between_steps_are_told_apart_from_gradients() -> 
     assert alone.kept / num_bytes == pytest.approx(1, abs=0.05)  # its weights
     assert (ddp.kept - alone.kept) / num_bytes == pytest.approx(1, abs=0.05)
     assert (ddp.peak - alone.peak) / num_bytes == pytest.approx(1, abs=0.05)
-
-
-def test_parts_of_the_suite_are_chosen_by_name(capsys: Capture) -> None:
-    assert gpu_suite.main(["--list", "--parts", "hooks", "memory"]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == ["memory"] * 2 + ["hooks"] * 5
-
-
-def test_the_suite_begins_nothing_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_suite.Stage, "start", lambda self: None)
-    assert gpu_suite.main(["--seconds=0", f"--out={tmp_path}"]) == 1
-    found = json.loads((tmp_path / "gpu_suite.json").read_text())
-    assert found["missing"] == {part.title: "no time was left" for part in gpu_suite.PARTS}
 
 
 @pytest.mark.parametrize(
@@ -428,13 +397,6 @@ def test_every_tenth_layer_is_unused(unused: Any) -> None:
     assert (without[0] == without[1]) == (unused == "same")
 
 
-def test_unused_layers_are_for_those_who_can_train_them() -> None:
-    [ours], theirs = our_variants(), ddp_variants()
-    assert with_unused(ours, "changing").options == ours.options  # type: ignore[union-attr]
-    assert with_unused(theirs[0], "changing").options == {"find_unused_parameters": True}  # type: ignore[union-attr]
-    assert with_unused(theirs[-1], "changing") is None
-
-
 def results(scores: dict[tuple[str, int], list[float]], task: str = "digits") -> list[Result]:
     """Results of trainings by variant and number of ranks, a score for each seed."""
     return [
@@ -499,19 +461,6 @@ def test_a_mean_is_compared_with_the_range_of_the_seeds() -> None:
     assert "* `bf16`: its mean against the range of fp32's seeds: within for digits on 2 ranks." in text
     assert "* `int8`: its mean against the range of fp32's seeds: worse for digits on 2 ranks." in text
     assert "* `local 10`: its mean against the range of fp32's seeds: better for digits on 8 ranks." in text
-
-
-@pytest.mark.long
-def test_pictures_are_made_of_results(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "found.jsonl"
-    variants = [(wire, 2) for wire in WIRES] + [(local(number), ranks) for number in LOCAL_STEPS for ranks in (2, 8)]
-    lines = [result.to_json() for task in TASKS for result in results({key: [0.8, 0.9] for key in variants}, task)]
-    file.write_text("\n".join(lines))
-    assert quality.main(["--plot", "--json", str(file), "--images", str(tmp_path)]) == 0
-    names = ["quality-local-steps-curves.png", "quality-local-steps.png", "quality-wires.png"]
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == names
-    assert all((tmp_path / name).read_bytes().startswith(PNG) for name in names)
 
 
 @pytest.mark.parametrize("task", TASKS)

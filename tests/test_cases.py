@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
 import pytest
@@ -12,26 +11,18 @@ from tests.support.cases import for_each
 from tests.support.ranks import RankFailed, on_ranks
 
 
-def test_all_cases_are_run_with_the_fixtures_of_the_test() -> None:
+def test_all_cases_are_run_with_the_fixtures_of_the_test_and_the_one_that_fails_is_named() -> None:
     seen = []
 
-    @for_each("number", [1, 2])
+    @for_each("number", [1, 2, 3])
     @for_each(("name", "size"), [("a", 3), ("b", 4)])
     def test(number: int, name: str, size: int, tmp_path: Path) -> None:
+        assert number != 2
         seen.append((number, name, size, tmp_path))
 
-    assert list(inspect.signature(test).parameters) == ["tmp_path"]
-    test(tmp_path=Path("here"))
-    assert seen == [(number, *case, Path("here")) for number in (1, 2) for case in (("a", 3), ("b", 4))]
-
-
-def test_the_case_that_fails_is_named() -> None:
-    @for_each("number", [1, 2, 3])
-    def test(number: int) -> None:
-        assert number != 2
-
     with pytest.raises(AssertionError, match=r"with \{'number': 2\}"):
-        test()
+        test(tmp_path=Path("here"))
+    assert seen == [(1, "a", 3, Path("here")), (1, "b", 4, Path("here"))]
     with pytest.raises(AssertionError):
         for_each("number", [])
 

@@ -2,23 +2,119 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from lightning import __version__ as lightning_version
+from markdown_it import MarkdownIt
 
 from benchmarks.quality_results import load, overviews
 from benchmarks.report import SPEED_UP
 from docs.make_house import HOUSE, draw
 from tests.support.cases import for_each
-from tests.support.fences import Block, blocks_of
-from tests.support.messages import unknown_words
 from tests.support.programs import REPOSITORY, run_commands
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.document import READER, SHORT_RUNS, run_page, train_by_config
+
+
+@dataclass(frozen=True)
+class Block:
+    """What stands between two fences.
+
+    Attributes:
+        line: how many lines of the page come before the text.
+        kind: what is written behind the first fence; "indented" for code without fences.
+        text: what it says.
+    """
+
+    line: int
+    kind: str
+    text: str
+
+    @property
+    def file_name(self) -> str | None:
+        """The file that it is, if its first line says so: `# train.py`."""
+        first = self.text.partition("\n")[0].removeprefix("# ")
+        return first if first.endswith(".py") and " " not in first else None
+
+    @property
+    def commands(self) -> list[str]:
+        """What a user types, without comments: the lines behind `$`, or, where no line has one, all of them."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        typed = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")] or lines
+        without_comments = [line.partition(" #")[0].strip() for line in typed]
+        return [line for line in without_comments if line and not line.startswith("#")]
+
+
+def blocks_of(document: Path) -> list[Block]:
+    """The blocks of `document`, from top to bottom."""
+    tokens = MarkdownIt("commonmark").parse(document.read_text())
+    return [
+        Block(line=token.map[0] + (token.type == "fence"), kind=token.info or "no kind", text=token.content)
+        if token.type == "fence"
+        else Block(line=token.map[0], kind="indented", text=token.content)
+        for token in tokens
+        if token.type in ("fence", "code_block") and token.map
+    ]
+
+
+PACKAGE = REPOSITORY / "lightning_bucketddp"
+# In a quotation: a name in backticks, what has digits in it, the class that speaks, what was left out; and values that
+# are words.
+_VALUE = re.compile(r"(`[^`]*`|\S*\d\S*|\b[A-Z]\w+:|\.\.\.|\b(?:forward|shape|gloo|SIGKILL|No space left on device)\b)")
+_WORD = re.compile(r"[A-Za-z_]{2,}")
+# In a text of the source: what stands between two values or signs is quoted as a whole, or not at all.
+_PLACE = "\0"
+_BREAK = re.compile(r"(?<=[.;]) ")
+
+
+def unknown_words(quotation: str) -> list[str]:
+    """The words of `quotation` that are neither in a text of the package nor values."""
+    # What is indented is a stack of the program that is talked about.
+    quotation = " ".join(line for line in quotation.splitlines() if not line.startswith("  "))
+    known = [False] * len(quotation)
+    for pattern in (_VALUE, *_texts()):
+        for match in pattern.finditer(quotation):
+            for start, end in match.regs[1:]:
+                known[start:end] = [True] * (end - start)
+    return [word[0] for word in _WORD.finditer(quotation) if not all(known[word.start() : word.end()])]
+
+
+@functools.cache
+def _texts() -> list[re.Pattern[str]]:
+    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
+    patterns = {_pattern(part) for tree in trees for text in _literals(tree) for part in _BREAK.split(text)}
+    return [re.compile(pattern, flags=re.IGNORECASE) for pattern in sorted(patterns - {""})]
+
+
+def _literals(tree: ast.Module) -> Iterator[str]:
+    """The strings of a module that are no documentation, with `_PLACE` for each value."""
+    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    # Single words in them are no names: f"{'has' if one else 'have'} ended".
+    within = {id(node) for text in joined for value in text.values for node in ast.walk(value)}
+    for text in joined:
+        yield "".join(str(part.value) if isinstance(part, ast.Constant) else _PLACE for part in text.values)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield re.sub(r"%[.\d]*[sdfg]", _PLACE, node.value) + (_PLACE if id(node) in within else "")
+
+
+def _pattern(text: str) -> str:
+    """What a part of a text looks like in a quotation; nothing for a single word, which may be any name."""
+    if _PLACE not in text and len(_WORD.findall(text)) < 2:
+        return ""
+    literals = [re.escape(re.sub(r"\s+", " ", literal)) for literal in text.strip(_PLACE + " \n").split(_PLACE)]
+    # A value is known by itself, or it is another text.
+    return ".{1,99}?".join(f"({literal})" for literal in literals)
+
 
 PATHS = [REPOSITORY / "README.md", REPOSITORY / "SECURITY.md", *sorted(REPOSITORY.glob("docs/*.md"))]
 PAGES = {path.name: blocks_of(path) for path in PATHS}
@@ -240,3 +336,36 @@ def test_blocks_are_found_and_told_apart(tmp_path: Path) -> None:
     ]
     assert blocks[0].file_name == "train.py"
     assert blocks[1].commands == ["make it"]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of each row, without headings."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in cells if row[0] != "feature" and set(row[0]) != {"-"}]
+
+
+def named_tests(cell: str) -> list[str]:
+    return re.findall(r"`(tests/[\w/]+\.py::\w+)`", cell)
+
+
+def exists(test: str) -> bool:
+    path, _, name = test.partition("::")
+    if not (REPOSITORY / path).exists():
+        return False
+    tree = ast.parse((REPOSITORY / path).read_text())
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
+
+
+@for_each("row", rows((REPOSITORY / "docs" / "compatibility.md").read_text()))
+def test_every_row_on_compatibility_names_tests_that_exist(row: list[str]) -> None:
+    assert len(row) == 4
+    assert named_tests(row[3])
+    assert [test for test in named_tests(row[3]) if not exists(test)] == []
+
+
+def test_a_test_that_is_not_there_is_noticed() -> None:
+    assert not exists("tests/test_documents.py::test_nothing")
+    assert not exists("tests/test_nothing.py::test_nothing")
+    assert named_tests("`tests/test_a.py::test_b`, later") == ["tests/test_a.py::test_b"]
+    assert rows("| feature | a |\n|---|---|\n| x | y |") == [["x", "y"]]

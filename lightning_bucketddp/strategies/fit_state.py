@@ -34,7 +34,7 @@ from lightning_bucketddp.strategies.parts import (
     ScheduledComparison,
     UnfinishedBatch,
 )
-from lightning_bucketddp.trainer_internals import Undo, batch_progress, layer_sync_of, replace_method
+from lightning_bucketddp.trainer_internals import Undo, layer_sync_of, replace_method
 from lightning_bucketddp.wording import pluralize
 
 if TYPE_CHECKING:

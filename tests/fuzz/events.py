@@ -9,34 +9,24 @@ import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from tests.fuzz.training import Run
+
 # The ranks on which an event may happen.
 ON_ALL, ON_ONE, ON_ANY = (None,), (1, 0), (None, 1, 0)
 
 
+Act = Callable[[Any, Any], Any]
+
+
 class Accident(Exception):
     """What a program raises."""
-
-
-class Run(Protocol):
-    """What events see of a rank's training."""
-
-    net: nn.Module
-    rank: int
-    x: Tensor
-    batch: int
-    closes_window: bool
-    leaves_out_step: bool
-    ema: nn.Module | None
-    handles: list[Any]
-
-    def again(self) -> Tensor:
-        """Return the loss of this batch, computed again without Lightning."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +37,13 @@ class Kind:
         place: where in a step it happens.
         act: what happens.
         ranks: on which ranks it may happen; None: on all.
-        loops: which loops it makes sense in.
         ddp_can: torch DDP trains programs with it.
         reference_can: so does one process that computes all ranks' gradients one after the other.
     """
 
     place: str
-    act: Callable[[Any, Any], Any]
+    act: Act
     ranks: tuple[int | None, ...]
-    loops: tuple[str, ...]
     ddp_can: bool
     reference_can: bool
 
@@ -64,17 +52,12 @@ EVENTS: dict[str, Kind] = {}
 
 
 def event(
-    place: str,
-    *,
-    ranks: tuple[int | None, ...] = ON_ANY,
-    loops: tuple[str, ...] = ("automatic", "manual", "fabric"),
-    ddp_can: bool = True,
-    reference_can: bool = True,
-) -> Callable[[Callable[[Any, Any], Any]], Callable[[Any, Any], Any]]:
+    place: str, *, ranks: tuple[int | None, ...] = ON_ANY, ddp_can: bool = True, reference_can: bool = True
+) -> Callable[[Act], Act]:
     """Have a function drawn as an event."""
 
-    def enter(act: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        EVENTS[act.__name__] = Kind(place, act, ranks, loops, ddp_can, reference_can)
+    def enter(act: Act) -> Act:
+        EVENTS[act.__name__] = Kind(place, act, ranks, ddp_can, reference_can)
         return act
 
     return enter
@@ -330,24 +313,18 @@ def raise_late_in_backward(run: Run, loss: Tensor) -> Tensor:
     return loss
 
 
-@event("backward", ddp_can=False)
-def raise_after_backward(run: Run, _: Any) -> None:
-    raise Accident("after backward")
+def _raise_at(place: str, name: str) -> None:
+    def act(run: Run, _: Any) -> None:
+        raise Accident(name)
+
+    act.__name__ = name
+    event(place, ddp_can=False)(act)
 
 
-@event("step", ddp_can=False)
-def raise_in_step(run: Run, _: Any) -> None:
-    raise Accident("before the optimizer's step")
-
-
-@event("start", ddp_can=False)
-def raise_at_start_of_batch(run: Run, _: Any) -> None:
-    raise Accident("at the start of a batch")
-
-
-@event("end", ddp_can=False)
-def raise_at_end_of_batch(run: Run, _: Any) -> None:
-    raise Accident("at the end of a batch")
+_raise_at("backward", "raise_after_backward")
+_raise_at("step", "raise_in_step")
+_raise_at("start", "raise_at_start_of_batch")
+_raise_at("end", "raise_at_end_of_batch")
 
 
 @event("loss", ranks=ON_ONE, ddp_can=False)

@@ -159,9 +159,7 @@ def is_possible(program: Program) -> bool:
     if is_automatic and program.happens("leave_out_step") and (program.accumulate > 1 or program.clip == "value"):
         return False
     # Lightning calls the hooks of a step also where there is none to take.
-    if is_automatic and program.happens("leave_out_step") and program.happens("raise_in_step"):
-        return False
-    return all(program.loop in EVENTS[event.what].loops for event in program.events)
+    return not (is_automatic and program.happens("leave_out_step") and program.happens("raise_in_step"))
 
 
 def _is_after_exchange(event: Event) -> bool:

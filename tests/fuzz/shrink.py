@@ -15,8 +15,6 @@ from tests.fuzz.compare import Verdict
 from tests.fuzz.events import EVENTS
 from tests.fuzz.program import BEFORE_SETUP, NUM_EPOCHS, SHORT, Program, is_possible
 
-Judge = Callable[[Program], Verdict]
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -26,26 +24,19 @@ class Finding:
     verdict: Verdict
 
 
-def shrink(judge: Judge, finding: Finding, *, within_s: float) -> Finding:
+def shrink(judge: Callable[[Program], Verdict], finding: Finding, *, within_s: float) -> Finding:
     """Return the smallest program that fails as that of `finding` does, as far as it is found in time."""
     until = time.monotonic() + within_s
     tried = {finding.program}
-    while (smaller := _next_smaller(judge, finding, tried, until)) is not None:
-        finding = smaller
-    return finding
-
-
-def _next_smaller(judge: Judge, finding: Finding, tried: set[Program], until: float) -> Finding | None:
-    for program in simpler(finding.program):
-        if time.monotonic() > until:
-            return None
+    candidates = simpler(finding.program)
+    while (program := next(candidates, None)) is not None and time.monotonic() < until:
         if program not in tried and is_possible(program):
             tried.add(program)
             verdict = judge(program)
-            # Another failure would be another story.
+            # Another kind of failure is not the one that is looked for.
             if verdict.kind == finding.verdict.kind:
-                return Finding(program, verdict)
-    return None
+                finding, candidates = Finding(program, verdict), simpler(program)
+    return finding
 
 
 def simpler(program: Program) -> Iterator[Program]:

@@ -52,7 +52,7 @@ class Outcome:
 
 
 class Run:
-    """The state of one rank's training: see `events.Run`."""
+    """The state of one rank's training, which events read and change."""
 
     def __init__(self, program: Program, rank: int, *, seed: int, keeps_trajectory: bool = False) -> None:
         torch.manual_seed(seed)
@@ -93,6 +93,7 @@ class Run:
         return loss
 
     def again(self) -> Tensor:
+        """Return the loss of this batch, computed again without Lightning."""
         return self._loss_of(self.net)
 
     def _loss_of(self, net: Any) -> Any:

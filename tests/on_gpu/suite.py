@@ -34,7 +34,7 @@ from tests.replicas import test_sync_batchnorm as sync_batchnorm
 from tests.replicas.test_replicas import test_different_modules_are_refused_on_every_rank
 from tests.replicas.test_sync_batchnorm import Batches
 from tests.strategies import test_cuda_graphs as graphs
-from tests.strategies import test_user_code as user_code
+from tests.strategies import test_equals_ddp as equals_ddp
 from tests.support.jobs import sharding
 from tests.support.jobs.models import CASES
 from tests.support.jobs.parity import (
@@ -144,7 +144,7 @@ def user_collectives_tests() -> Iterator[Test]:
         yield on_two(user_collectives.train, timeout_s=40, **options)
     yield on_two(user_collectives.two_modules)
     yield named(user_collectives.test_disorder_is_refused)
-    yield named(user_code.test_training_equals_ddp, program="contrastive")
+    yield named(equals_ddp.test_training_equals_ddp, program="contrastive")
     yield on_two(cuda.a_captured_step_trains_like_others, communicates=True)
 
 

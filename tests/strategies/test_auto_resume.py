@@ -21,17 +21,16 @@ import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core import rank_zero
 from lightning_utilities.core.imports import RequirementCache
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.strategies.auto_resume import AutoResume, plain
-from tests.data.test_epoch_position import Numbers, SizedStream
+from tests.data.test_epoch_position import Numbers
 from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.scripts.evaluations import ByParity
 from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer, workers_allowed
@@ -83,10 +82,6 @@ class Outcome:
     messages: list[str] = field(default_factory=list)  # what was logged about `auto_resume`, and warned
     # What the `ModelCheckpoint` knows: the scores of the best checkpoints by their names, and the best one.
     best: tuple[dict[str, float], str, Any] = ({}, "", None)
-
-
-class Pairs(BatchSampler):
-    """A batch sampler of a user's, which Lightning makes again for each rank."""
 
 
 class Seeing(LightningModule):
@@ -166,23 +161,14 @@ def make_loader(setting: Setting) -> Any:
     data: Any = Numbers(setting.num_samples)
     if setting.loader == "workers":
         return DataLoader(data, batch_size=2, shuffle=True, num_workers=1)
-    if setting.loader == "single":
-        return DataLoader(data, batch_size=None, shuffle=True)
-    if setting.loader == "batch sampler":
-        return DataLoader(data, batch_sampler=Pairs(RandomSampler(data), batch_size=2, drop_last=False))
     if setting.loader == "own batches":
         return DataLoader(data, batch_sampler=ByParity(range(len(data)), setting.batch_size, False))
-    if setting.loader == "stream":
-        return DataLoader(SizedStream(setting.num_samples), batch_size=setting.batch_size)
     if setting.loader == "two":
         return [
             DataLoader(data, batch_size=2, shuffle=True),
             DataLoader(Numbers(setting.num_samples // 2), batch_size=2, shuffle=True),
         ]
-    if setting.loader == "two, no cycle":
-        longer, shorter = make_loader(Setting("two", setting.num_samples))
-        return CombinedLoader([longer, shorter], "max_size")
-    return DataLoader(data, batch_size=setting.batch_size, shuffle=setting.loader != "in order")
+    return DataLoader(data, batch_size=setting.batch_size, shuffle=True)
 
 
 @like_torchrun()
@@ -208,23 +194,21 @@ def fit(
     **of_module: Any,
 ) -> Outcome:
     seed_everything(7)
-    has_logger, is_stream = setting.loader == "logger", setting.loader == "stream"
+    has_logger = setting.loader == "logger"
     saving: list[Callback] = [OnExceptionCheckpoint(directory / "checkpoints", "exception")]
     if has_logger or not setting.saves_on_exception:
         saving.clear()
     options = {"every_n_train_steps": 1, "save_top_k": -1, "save_last": True, **setting.checkpoints}
     saves = ModelCheckpoint(None if has_logger else directory / "checkpoints", filename, **options)
     trainer = make_trainer(
-        BucketDDPStrategy(
-            auto_resume=True, rank_seeds=True, global_batch_size=setting.global_batch_size, shard_iterable=is_stream
-        ),
+        BucketDDPStrategy(auto_resume=True, rank_seeds=True, global_batch_size=setting.global_batch_size),
         max_epochs=setting.num_epochs if "max_steps" not in setting.trainer else None,
         default_root_dir=directory,
         enable_checkpointing=True,
         callbacks=[*saving, saves] if setting.saves else saving,
         logger=[CSVLogger(directory, "logs"), TensorBoardLogger(directory, "board")] if has_logger else False,
         log_every_n_steps=1,
-        use_distributed_sampler=setting.loader not in ("own sampler", "own batches"),
+        use_distributed_sampler=setting.loader != "own batches",
         **{"num_sanity_val_steps": 0, **setting.trainer},
     )
     module = Seeing(setting, interruption, **of_module)
@@ -279,7 +263,6 @@ def joined(starts: list[Outcome]) -> dict[int, list[int]]:
 RESUMED = {
     "shuffled": (Setting(saves=True), [Interruption(9), Interruption(9, "on_train_batch_end")]),
     "while accumulating": (Setting(trainer={"accumulate_grad_batches": 2}), [Interruption(1), Interruption(10)]),
-    "after the step": (Setting(), [Interruption(2, "optimizer_step"), Interruption(9, "on_train_batch_end")]),
     "last batches": (
         Setting(num_epochs=3),
         [Interruption(6), Interruption(13, "optimizer_step"), Interruption(14)],
@@ -289,22 +272,16 @@ RESUMED = {
         Setting(trainer={"val_check_interval": 3}),
         [Interruption(3), Interruption(9, "optimizer_step")],
     ),
-    "without batches": (Setting("single"), [Interruption(20)]),
-    "batch sampler": (Setting("batch sampler"), [Interruption(9)]),
     "two loaders": (Setting("two"), [Interruption(6), Interruption(12)]),
-    "two loaders that end": (Setting("two, no cycle"), [Interruption(13)]),
-    "random sampler of each rank": (Setting("own sampler"), [Interruption(20)]),
-    "global batch": (Setting(num_samples=26, global_batch_size=8), [Interruption(5)]),
     "workers": (Setting("workers", plans=True), [Interruption(9)]),
     "number of steps": (
         Setting(trainer={"max_steps": 14}),
         [Interruption(6, "on_train_batch_end"), Interruption(8), Interruption(10)],
     ),
-    "padded": (Setting("in order", num_samples=27), [Interruption(9)]),
 }
 
 
-LONG = ("workers", "number of steps", "padded")
+LONG = ("workers", "number of steps")
 
 
 @pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.long if it in LONG else ()) for it in RESUMED])
@@ -500,3 +477,45 @@ def test_a_search_while_resuming_is_refused(tmp_path: Path) -> None:
     text = "^`auto_resume=True` and the callback `LearningRateFinder` do not go together: it searches"
     with pytest.raises(ValueError, match=text):
         trainer.fit(Seeing(Setting(), None), make_loader(Setting()))
+
+
+def test_batches_of_the_users_own_that_change_begin_again_and_say_so(tmp_path: Path) -> None:
+    def start_alone(batch_size: int, interruption: Interruption | None) -> tuple[list[int], list[str]]:
+        setting = Setting("own batches", num_samples=24, batch_size=batch_size, num_epochs=1)
+        [rank] = run_on_ranks(start, world_size=1, setting=setting, interruption=interruption, directory=tmp_path)
+        return rank.seen[0], [text for text in rank.messages if "begins again" in text]
+
+    start_alone(2, Interruption(3, "this start"))
+    seen, told = start_alone(2, Interruption(5, "this start"))
+    assert (len(seen), told) == (10, [])  # with batches that are the same it goes on
+    seen, [told_once] = start_alone(4, None)
+    assert sorted(seen) == list(range(24))
+    assert "bucketddp: the data of this epoch begins again. Which samples are in" in told_once
+
+
+SAVES_ALONE: dict[str, Any] = {"saves": True, "saves_on_exception": False}
+EACH = {"every_n_train_steps": None, "save_last": None}
+
+
+@pytest.mark.parametrize(
+    "saving",
+    [
+        pytest.param({}, id="on exception"),
+        pytest.param({**SAVES_ALONE, "checkpoints": {**EACH, "save_on_train_epoch_end": False}}, id="after validation"),
+        pytest.param({**SAVES_ALONE, "checkpoints": {**EACH, "save_on_train_epoch_end": True}}, id="after epochs"),
+    ],
+)
+def test_a_run_that_is_interrupted_in_each_epoch_lowers_its_rate(saving: dict[str, Any], tmp_path: Path) -> None:
+    setting = Setting(num_samples=24, batch_size=6, has_plateau=True, num_epochs=3, **saving)
+
+    def rates_of_start(place: str, interruption: Interruption | None = None) -> list[float]:
+        options: dict[str, Any] = {"interruption": interruption, "directory": tmp_path / place}
+        [outcome] = run_on_ranks(start, world_size=1, setting=setting, **options)
+        rates: list[float] = outcome.rates
+        return rates
+
+    assert rates_of_start("undisturbed") == pytest.approx([0.1, 0.1, 0.01])
+    # 4 batches in each epoch: the middle of the first, and of the next ones.
+    for num_batches in (6, 6) if saving else (2, 4):
+        rates_of_start("disturbed", Interruption(num_batches, "this start"))
+    assert rates_of_start("disturbed")[-1] == pytest.approx(0.01)

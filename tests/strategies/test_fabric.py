@@ -1,111 +1,164 @@
-"""`Fabric(strategy="bucketddp")` on two processes does what `Fabric(strategy="ddp")` does."""
+"""`Fabric(strategy="bucketddp")` on two processes does what `Fabric(strategy="ddp")` does.
+
+tests/fuzz draws loops of the common blocks. Here is what users do beside those.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import lightning_bucketddp
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
-from tests.support.scripts.fabrics import (
-    LOOPS,
-    NUM_STEPS,
-    ROOTS,
-    _accumulate,
-    _set_up,
-    _step,
-    _weights,
-    make_fabric,
-    save_and_load,
-)
-from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, ours_and_ddp
+from tests.support.scripts.fabrics import ROOTS, make_fabric
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
+
+NUM_STEPS = 6
+Weights = list[dict[str, Tensor]]
 
 
-@like_torchrun()
-def train(*, strategy: Any, loop: str, root: str = ROOTS[0]) -> list[Any]:
-    """The weights that one of the training loops below leaves."""
-    return LOOPS[loop](make_fabric(strategy, root=root))
+def network() -> nn.Module:
+    """Return a module whose weights count on rank 0."""
+    torch.manual_seed(dist.get_rank())
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
 
 
-@like_torchrun()
-def failure_to_save(*, path: Path) -> str:
-    return raised_by(lambda: make_fabric("bucketddp").save(path, {"step": 1}))
+def set_up(fabric: Any, module: nn.Module | None = None) -> tuple[Any, Any]:
+    module = module or network()
+    return fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
 
 
-@for_each("root", ROOTS)
-@on_ranks()
-@like_torchrun()
-def test_a_module_that_is_parallel_already_is_refused_on_every_rank(root: str) -> None:
-    parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-    wrapped = "is wrapped in `DistributedDataParallel`, but this strategy averages the gradients of all submodules"
-    for module, name in ((nn.Sequential(nn.Linear(4, 4), parallel), "1"), (parallel, "DistributedDataParallel")):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=f"^`{name}` {wrapped} by itself. Leave the wrapper out"):
-            make_fabric("bucketddp", root=root).setup(module, optimizer)
+def loss_of(module: Callable[[Tensor], Tensor], step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+    return module(torch.randn(4, 4, generator=generator)).square().mean()
 
 
-@like_torchrun()
-def train_after_another_set_up(*, by: str) -> tuple[str, list[Any]]:
-    """The error and the weights of a training whose module, or a part of it, was set up before."""
-    fabric = make_fabric("bucketddp")
-    module, _ = _set_up(fabric)
-    if by == "another_fabric":
-        fabric = make_fabric("bucketddp")
-    inside = module.module
-    if by == "part":
-        inside = nn.Sequential(inside[0], nn.Linear(8, 1))
-    try:
-        module, optimizer = fabric.setup(inside, torch.optim.SGD(inside.parameters(), lr=0.1, momentum=0.9))
-    except ValueError as error:
-        return str(error), []
+def take_step(fabric: Any, module: Any, optimizer: Any, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    fabric.backward(loss)
+    optimizer.step()
+
+
+def weights_of(*modules: nn.Module) -> Weights:
+    return [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
+
+
+def train(fabric: Any, module: nn.Module | None = None) -> Weights:
+    module, optimizer = set_up(fabric, module)
     for step in range(NUM_STEPS):
-        _step(fabric, module, optimizer, step=step)
-    return "", _weights(module)
+        take_step(fabric, module, optimizer, loss_of(module, step))
+    return weights_of(module)
 
 
-@like_torchrun()
-def talk(*, strategy: str) -> dict[str, Any]:
-    """What the collectives of Fabric return."""
-    fabric = make_fabric(strategy)
-    mine = torch.tensor([1.0 + fabric.global_rank, 10.0], requires_grad=True)
-    gathered = fabric.all_gather(mine, sync_grads=True)
-    (gathered * torch.tensor([[1.0], [2.0]])).sum().backward()
-    assert mine.grad is not None
-    return {
-        "gathered": gathered.tolist(),
-        "gradient": mine.grad.tolist(),
-        "gathered_dict": {
-            key: value.tolist() for key, value in fabric.all_gather({"rank": fabric.global_rank}).items()
-        },
-        "mean": fabric.all_reduce(mine.detach().clone()).tolist(),
-        "sum": fabric.all_reduce(mine.detach().clone(), reduce_op="sum").tolist(),
-        "broadcast": fabric.broadcast({"from": fabric.global_rank}, src=1),
-    }
+def accumulate(fabric: Any, **limit: float) -> Weights:
+    module, optimizer = set_up(fabric)
+    for step in range(NUM_STEPS):
+        is_last = step % 3 == 2
+        with fabric.no_backward_sync(module, enabled=not is_last):
+            fabric.backward(loss_of(module, step))
+        if is_last:
+            if limit:
+                fabric.clip_gradients(module, optimizer, **limit)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(module)
 
 
-# What torch DDP needs for the same result.
-LOOP_FOR_DDP = {"idle_rank": "zero_loss_on_one_rank"}
+def two_modules(fabric: Any) -> Weights:
+    """Train a generator and a critic; the generator's loss goes through the critic too."""
+    generator, generator_optimizer = set_up(fabric)
+    critic, critic_optimizer = set_up(fabric, nn.Linear(1, 1))
+    for step in range(NUM_STEPS):
+        loss = -loss_of(lambda x: critic(generator(x).detach()), step)
+        take_step(fabric, critic, critic_optimizer, loss)
+        take_step(fabric, generator, generator_optimizer, loss_of(lambda x: critic(generator(x)), step))
+    return weights_of(generator, critic)
+
+
+def idle_rank(fabric: Any) -> Weights:
+    """Give rank 1 a loss without any parameter in it, or say the same in a way that torch DDP accepts."""
+    module, optimizer = set_up(fabric)
+    is_ours = "bucketddp" in type(fabric.strategy).__module__
+    for step in range(NUM_STEPS):
+        loss = loss_of(module, step)
+        if fabric.global_rank == 1:
+            loss = torch.zeros((), requires_grad=True) if is_ours else 0 * loss
+        take_step(fabric, module, optimizer, loss)
+    with torch.no_grad():
+        module.eval()(torch.zeros(1, 4))  # shares the buffers
+    return weights_of(module)
+
+
+class Scaled(nn.Linear):
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale.clone() * super().forward(x)
+
+
+def buffer_between_steps(fabric: Any) -> Weights:
+    """Change a buffer between steps, on every rank in its own way; what rank 0 made of it counts."""
+    torch.manual_seed(dist.get_rank())
+    module = Scaled()
+    wrapped, optimizer = set_up(fabric, module)
+    for step in range(NUM_STEPS):
+        module.scale *= 0.9 + 0.5 * fabric.global_rank
+        take_step(fabric, wrapped, optimizer, loss_of(wrapped, step))
+    return weights_of(module)
+
+
+def compiled(fabric: Any) -> Weights:
+    """Train a compiled module, with an evaluation between two steps."""
+    module: Any = torch.compile(network(), backend="aot_eager")
+    wrapped, optimizer = set_up(fabric, module)
+    for step in range(NUM_STEPS):
+        take_step(fabric, wrapped, optimizer, loss_of(wrapped, step))
+        if step == 2:
+            with torch.no_grad():
+                wrapped.eval()(torch.zeros(1, 4))
+            wrapped.train()
+    return weights_of(module)
+
+
+LOOPS: dict[str, Callable[[Any], Weights]] = {
+    "no_backward_sync": accumulate,
+    "clip_norm": lambda fabric: accumulate(fabric, max_norm=0.1),
+    "two_modules": two_modules,
+    "buffer_between_steps": buffer_between_steps,
+    "compiled": compiled,
+    "idle_rank": idle_rank,
+}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.sampled(5)
+@on_ranks()
+@like_torchrun()
 def test_training_equals_ddp(loop: str) -> None:
-    ddp = run_on_ranks(train, strategy="ddp", loop=LOOP_FOR_DDP.get(loop, loop))
-    assert run_on_ranks(train, strategy="bucketddp", loop=loop) == ddp
+    strategies = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), "ddp"
+    ours, ddp = (LOOPS[loop](make_fabric(strategy)) for strategy in strategies)
+    torch.testing.assert_close(ours, ddp, rtol=0, atol=0)
 
 
+@on_ranks()
+@like_torchrun()
 def test_both_roots_and_the_class_that_is_for_the_trainer_too_train_alike() -> None:
-    expected, other_root = (run_on_ranks(train, strategy="bucketddp", loop="two_modules", root=root) for root in ROOTS)
-    public_class = lightning_bucketddp.BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
-    assert run_on_ranks(train, strategy=public_class, loop="two_modules") == expected == other_root
+    expected, other_root = (two_modules(make_fabric("bucketddp", root=root)) for root in ROOTS)
+    public = two_modules(make_fabric(lightning_bucketddp.BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)))
+    for weights in (other_root, public):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
 @on_ranks()
@@ -114,7 +167,7 @@ def test_accumulation_reduces_each_bucket_once_per_step() -> None:
     """Gradients accumulate over three backwards, twice."""
     fabric = make_fabric(BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB))
     with all_reduced() as reduced:
-        _accumulate(fabric)
+        accumulate(fabric)
     [reducer] = fabric.strategy.reducers.values()
     reductions_by_bucket = [
         sum(tensor.data_ptr() == bucket.wire.data_ptr() for tensor in reduced) for bucket in reducer.bucket_set.buckets
@@ -123,13 +176,35 @@ def test_accumulation_reduces_each_bucket_once_per_step() -> None:
     assert set(reductions_by_bucket) == {2}
 
 
+def save_and_load(saved_by: Any, loaded_by: Any, path: Path) -> tuple[Weights, Weights]:
+    """Save after a step, and load that with another strategy; return the weights of both after one more step."""
+    trained = []
+    for strategy in (saved_by, loaded_by):
+        fabric = make_fabric(strategy)
+        module, optimizer = set_up(fabric)
+        state = {"module": module, "optimizer": optimizer, "step": 1}
+        if strategy is loaded_by:
+            fabric.load(path, state)
+        else:
+            take_step(fabric, module, optimizer, loss_of(module, 0))
+            fabric.save(path, state)
+        take_step(fabric, module, optimizer, loss_of(module, state["step"]))
+        trained.append(weights_of(module))
+    return trained[0], trained[1]
+
+
 @for_each(("saved_by", "loaded_by"), [("ddp", "bucketddp"), ("bucketddp", "ddp")])
 @on_ranks()
 @like_torchrun()
 def test_a_loaded_checkpoint_trains_on(saved_by: str, loaded_by: str, tmp_path: Path) -> None:
-    saved, loaded = save_and_load(saved_by=saved_by, loaded_by=loaded_by, path=tmp_path / f"{saved_by}.ckpt")
+    saved, loaded = save_and_load(saved_by, loaded_by, tmp_path / f"{saved_by}.ckpt")
     if dist.get_rank() == 0:  # torch DDP leaves the others the statistics of their last batch
-        assert saved == loaded
+        torch.testing.assert_close(saved, loaded, rtol=0, atol=0)
+
+
+@like_torchrun()
+def failure_to_save(*, path: Path) -> str:
+    return raised_by(lambda: make_fabric("bucketddp").save(path, {"step": 1}))
 
 
 def test_a_failure_to_save_is_raised_on_every_rank(tmp_path: Path) -> None:
@@ -140,28 +215,35 @@ def test_a_failure_to_save_is_raised_on_every_rank(tmp_path: Path) -> None:
     assert rank_one == f"{rank_zero} (on rank 0)"
 
 
-def test_collectives_return_what_those_of_ddp_do() -> None:
-    ours, ddp = ours_and_ddp(talk)
-    assert ours == ddp
-    assert ours[0] == {
-        "gathered": [[1.0, 10.0], [2.0, 10.0]],
-        "gradient": [2.0, 2.0],
-        "gathered_dict": {"rank": [0, 1]},
-        "mean": [1.5, 10.0],
-        "sum": [3.0, 20.0],
-        "broadcast": {"from": 1},
-    }
+@for_each("root", ROOTS)
+@on_ranks()
+@like_torchrun()
+def test_a_module_that_is_parallel_already_is_refused_on_every_rank(root: str) -> None:
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    wrapped = "is wrapped in `DistributedDataParallel`, but this strategy averages the gradients of all submodules"
+    for module, name in ((nn.Sequential(nn.Linear(4, 4), parallel), "1"), (parallel, "DistributedDataParallel")):
+        with pytest.raises(ValueError, match=f"^`{name}` {wrapped} by itself. Leave the wrapper out"):
+            set_up(make_fabric("bucketddp", root=root), module)
 
 
-@for_each("by", ["the_same_fabric", "another_fabric"])
-def test_a_module_that_is_set_up_again_is_averaged_once(by: str) -> None:
-    expected = run_on_ranks(train, strategy="bucketddp", loop="backward")
-    assert run_on_ranks(train_after_another_set_up, by=by) == [("", weights) for weights in expected]
+@for_each("by_another", [False, True])
+@on_ranks()
+@like_torchrun()
+def test_a_module_that_is_set_up_again_is_averaged_once(by_another: bool) -> None:
+    expected = train(make_fabric("bucketddp"))
+    fabric = make_fabric("bucketddp")
+    module, _ = set_up(fabric)
+    weights = train(make_fabric("bucketddp") if by_another else fabric, module.module)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
+@on_ranks()
+@like_torchrun()
 def test_modules_that_share_parameters_cannot_both_be_set_up() -> None:
-    error = (
-        "`0.weight` belongs to another module, too, that was set up before: its gradient would be averaged twice."
-        " Set up one module that holds all parameters."
+    fabric = make_fabric("bucketddp")
+    module, _ = set_up(fabric)
+    part = nn.Sequential(module.module[0], nn.Linear(8, 1))
+    assert raised_by(lambda: set_up(fabric, part)) == (
+        "ValueError: `0.weight` belongs to another module, too, that was set up before: its gradient would be averaged"
+        " twice. Set up one module that holds all parameters."
     )
-    assert run_on_ranks(train_after_another_set_up, by="part") == [(error, [])] * 2

@@ -1,68 +1,31 @@
-"""A user's own collectives, questions to the strategy, and loggers: as with `ddp`, on two processes."""
+"""Questions to the strategy, loggers and backends: as with `ddp`, on two processes; and a strategy alone."""
 
 from __future__ import annotations
 
 import csv
 import importlib.util
 import os
+from importlib import import_module
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
 
 from benchmarks.ports import own_port
+from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
+from tests.support import warm
+from tests.support.cases import for_each
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.scripts.models import Regression, loader
-from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, ours_and_ddp
-
-
-class Talkative(Regression):
-    """Uses torch.distributed by itself: in a step, inside its backward, and between steps."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.heard: list[Any] = []
-        self._group = group
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        total = batch[0].sum()
-        dist.all_reduce(total, group=self._group)
-        outputs = self.layers[1](self.layers[0](batch[0]))
-        outputs.register_hook(self._average)
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, {"rank": self.global_rank, "step": self.global_step})
-        self.heard.append((total.item(), gathered))
-        return F.mse_loss(self.layers[2](outputs), batch[1])
-
-    def _average(self, gradient: Tensor) -> Tensor:
-        """Of the activations, in the middle of backward, when buckets may be on their way."""
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient / dist.get_world_size()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        dist.barrier()
-        told = [self.global_step if self.global_rank == 1 else None]
-        dist.broadcast_object_list(told, src=1)
-        self.heard.append(told)
-
-
-@like_torchrun()
-def talk(*, strategy: str) -> dict[str, Any]:
-    torch.manual_seed(dist.get_rank())
-    group = dist.new_group()
-    talker = Talkative(group)
-    used = "ddp" if strategy == "ddp" else BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
-    make_trainer(used, max_epochs=1).fit(talker, loader())
-    dist.destroy_process_group(group)
-    return {"weights": {name: value.tolist() for name, value in talker.state_dict().items()}, "heard": talker.heard}
+from tests.support.scripts.trainers import like_torchrun, make_trainer
 
 
 class Asking(Regression):
@@ -110,23 +73,10 @@ class Logging(Regression):
         return loss
 
 
-@like_torchrun()
-def log(*, strategy: str, logger: str, directory: Path) -> dict[str, Any]:
-    """The files that a logger has written, and the values in them."""
-    torch.manual_seed(dist.get_rank())
-    made = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}[logger](directory / strategy, name="")
-    trainer = make_trainer(strategy, max_epochs=2, logger=made, log_every_n_steps=4)
-    trainer.fit(Logging(), loader(), loader())
-    # Only rank 0 knows where it has written, and that it has.
-    folder = Path(trainer.strategy.broadcast(made.log_dir))
+def values_in(folder: Path, logger: str) -> Any:
     if logger == "csv":
         with (folder / "metrics.csv").open() as file:
-            return {"files": sorted(os.listdir(folder)), "values": list(csv.DictReader(file))}
-    kinds = sorted(name.split(".")[0] for name in os.listdir(folder))
-    return {"files": kinds, "values": _scalars(folder)}
-
-
-def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+            return list(csv.DictReader(file))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
@@ -157,12 +107,6 @@ has_tensorboard = pytest.mark.skipif(
 )
 
 
-def test_collectives_of_the_user_among_ours_equal_ddp() -> None:
-    ours, ddp = ours_and_ddp(talk)
-    assert ours == ddp
-    assert ours[0]["weights"] == ours[1]["weights"]
-
-
 @on_ranks()
 @like_torchrun()
 def test_strategy_and_trainer_answer_as_with_ddp() -> None:
@@ -174,10 +118,20 @@ def test_strategy_and_trainer_answer_as_with_ddp() -> None:
 
 
 @pytest.mark.parametrize("logger", ["csv", pytest.param("tensorboard", marks=has_tensorboard)])
+@on_ranks()
+@like_torchrun()
 def test_log_files_are_those_of_ddp(logger: str, tmp_path: Path) -> None:
-    ours, ddp = ours_and_ddp(log, logger=logger, directory=tmp_path)
-    assert ours == ddp
-    assert ours[0]["values"]
+    outcomes = []
+    for strategy in ("bucketddp", "ddp"):
+        torch.manual_seed(dist.get_rank())
+        made = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}[logger](tmp_path / strategy, name="")
+        trainer = make_trainer(strategy, max_epochs=2, logger=made, log_every_n_steps=4)
+        trainer.fit(Logging(), loader(), loader())
+        # Only rank 0 knows where it has written, and that it has.
+        folder = Path(trainer.strategy.broadcast(made.log_dir))
+        outcomes.append((sorted(name.split(".")[0] for name in os.listdir(folder)), values_in(folder, logger)))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1]
     assert len(list((tmp_path / "bucketddp").rglob("version_*"))) == 1
 
 
@@ -194,3 +148,67 @@ def test_a_process_group_backend_of_the_user_is_used() -> None:
         assert rank["BucketDDPStrategy"] == rank["DDPStrategy"]
     for backends, _ in (rank["BucketDDPStrategy"] for rank in in_use["cpu:gloo"]):
         assert backends == "cpu:gloo"
+
+
+# --- A strategy without a Trainer or Fabric
+
+# One for the Trainer and one for Fabric, of either distribution of Lightning.
+ROOTS = ["lightning.pytorch", "lightning_fabric"]
+
+
+def make_strategy(root: str, environment: str, **options: Any) -> Any:
+    """A strategy for two processes on the CPU, in one of Lightning's cluster environments."""
+    fabric = "lightning.fabric" if root.startswith("lightning.") else "lightning_fabric"
+    return strategy_class(root)(
+        accelerator=import_module(f"{root}.accelerators").CPUAccelerator(),
+        parallel_devices=[torch.device("cpu")] * 2,
+        cluster_environment=getattr(import_module(f"{fabric}.plugins.environments"), environment)(),
+        **options,
+    )
+
+
+def talk(strategy: Any) -> dict[str, Any]:
+    """Set up the environment of `strategy` and return what its collectives do."""
+    strategy.setup_environment()
+    rank = strategy.global_rank
+    reduce = strategy.reduce if hasattr(strategy, "reduce") else strategy.all_reduce
+    mine = torch.ones(2, requires_grad=True)
+    gathered = strategy.all_gather(mine, sync_grads=True)
+    (gathered * rank).sum().backward()
+    assert mine.grad is not None
+    strategy.barrier()
+    return {
+        "sum": reduce(torch.tensor([1.0 + rank]), reduce_op="sum").tolist(),
+        "mean": reduce(torch.tensor([1.0 + rank])).tolist(),
+        "gathered": gathered.tolist(),
+        "gradient": mine.grad.tolist(),
+        "broadcast": strategy.broadcast({"from": rank}, src=1),
+    }
+
+
+ANSWERS = {
+    "sum": [3.0],
+    "mean": [1.5],
+    "gathered": [[1.0, 1.0], [1.0, 1.0]],
+    "gradient": [1.0, 1.0],
+    "broadcast": {"from": 1},
+}
+
+
+@for_each("root", ROOTS)
+@on_ranks()
+@like_torchrun()
+def test_its_collectives_work_in_processes_of_another_launcher(root: str) -> None:
+    """Nothing but the environment of the strategy is set up."""
+    strategy = make_strategy(root, "TorchElasticEnvironment")
+    answers = talk(strategy)
+    strategy.teardown()
+    assert answers == ANSWERS
+
+
+def test_lightnings_own_launcher_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "")  # set to something first, so that what Lightning sets is undone
+    monkeypatch.delenv("MASTER_PORT")
+    monkeypatch.setattr(spawn, "_python_exe", os.fsencode(warm.python()))
+    strategy = make_strategy("lightning.pytorch", "LightningEnvironment", start_method="spawn")
+    assert _MultiProcessingLauncher(strategy=strategy).launch(talk, strategy) == ANSWERS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 
+from tests.strategies.comparison import Program, train
 from tests.support.cases import for_each
 from tests.support.ranks import on_ranks, raised_by
 from tests.support.scripts.models import Regression, loader
-from tests.support.scripts.trainers import like_torchrun, make_trainer, ours_and_ddp
+from tests.support.scripts.trainers import like_torchrun, make_trainer
 
-NUM_BATCHES = 10
 STRATEGIES = ("bucketddp", "ddp")
 saves_on_exception = pytest.mark.skipif(
     "save_on_exception" not in inspect.signature(ModelCheckpoint).parameters,
@@ -49,45 +47,6 @@ class Tunable(Regression):
         return loader(batch_size=self.batch_size)
 
 
-class RisingMetric(Regression):
-    """Logs a metric that falls until it rises, on rank 1 earlier than on rank 0."""
-
-    def __init__(self, *, shared: bool) -> None:
-        super().__init__()
-        self._shared = shared
-
-    def validation_step(self, batch: list[Tensor]) -> None:
-        is_worse_here = self.current_epoch >= (2 if self.global_rank == 1 else 4)
-        # It falls so fast that one rank cannot make the mean rise.
-        metric = float(self.current_epoch) if is_worse_here else -(10.0**self.current_epoch)
-        self.log("metric", metric, sync_dist=self._shared)
-
-
-# Rank 1's metric rises in the third epoch, which stops both ranks; the mean of both rises in the fifth.
-@for_each(("shared", "epochs"), [(False, 3), (True, 5)])
-@on_ranks()
-@like_torchrun()
-def test_early_stopping_stops_all_ranks_at_the_step_of_ddp(shared: bool, epochs: int) -> None:
-    outcomes = []
-    for strategy in STRATEGIES:
-        torch.manual_seed(dist.get_rank())
-        module = RisingMetric(shared=shared)
-        stopping = callbacks.EarlyStopping("metric", patience=0, verbose=False)
-        trainer = make_trainer(strategy, max_epochs=8, num_sanity_val_steps=0, callbacks=stopping)
-        trainer.fit(module, loader(), loader())
-        assert trainer.global_step == epochs * NUM_BATCHES
-        outcomes.append(_weights(module))
-    assert outcomes[0] == outcomes[1]
-
-
-class StopsOnRankOne(Callback):
-    """A callback of the user that only one rank's data makes stop; the ranks agree through the strategy."""
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        wants_to = trainer.global_rank == 1 and trainer.global_step >= 7
-        trainer.should_stop |= trainer.strategy.reduce_boolean_decision(wants_to, all=False)
-
-
 class PredictionFiles(callbacks.BasePredictionWriter):
     def __init__(self, directory: Path) -> None:
         super().__init__("batch_and_epoch")
@@ -106,46 +65,13 @@ class PredictionFiles(callbacks.BasePredictionWriter):
 def test_predictions_are_written_like_with_ddp(tmp_path: Path) -> None:
     outcomes = []
     for strategy in STRATEGIES:
-        torch.manual_seed(dist.get_rank())
-        module, writer = Regression(), PredictionFiles(tmp_path)
-        trainer = make_trainer(strategy, max_epochs=1, callbacks=writer)
-        trainer.fit(module, loader())
-        trainer.predict(module, loader(), return_predictions=False)
+        writer = PredictionFiles(tmp_path)
+        trained = train(Program(trainer=lambda: {"callbacks": writer}), strategy)  # noqa: B023
+        trained.trainer.predict(trained.trainer.lightning_module, loader(), return_predictions=False)
         predictions, indices = torch.load(tmp_path / f"rank{dist.get_rank()}.pt")
         outcomes.append((writer.batches, predictions.tolist(), indices))
     assert outcomes[0] == outcomes[1]
     assert indices[0][0] == list(range(dist.get_rank(), 8, 2))  # each rank has its own samples
-
-
-MONITORS: dict[str, Callable[[list[str]], Callback]] = {
-    "learning_rate": lambda _: callbacks.LearningRateMonitor(log_momentum=True),
-    "device_stats": lambda _: callbacks.DeviceStatsMonitor(cpu_stats=True),
-    "timer": lambda _: callbacks.Timer(duration={"hours": 1}),
-    "lambda": lambda seen: callbacks.LambdaCallback(
-        on_before_zero_grad=lambda *_: seen.append("zero"), on_before_optimizer_step=lambda *_: seen.append("step")
-    ),
-    "stops": lambda _: StopsOnRankOne(),
-}
-
-
-@like_torchrun()
-def train_with_monitor(*, monitor: str, strategy: str, directory: Path) -> dict[str, Any]:
-    """What this rank ends with, and which columns rank 0's log has."""
-    torch.manual_seed(dist.get_rank())
-    module = Regression()
-    seen: list[str] = []
-    logger = CSVLogger(directory, name="", version=f"{strategy}-{monitor}")
-    callback: Any = MONITORS[monitor](seen)
-    trainer = make_trainer(strategy, max_epochs=2, callbacks=callback, logger=logger, log_every_n_steps=5)
-    trainer.fit(module, loader(), loader())
-    log = Path(logger.log_dir) / "metrics.csv"
-    return {
-        "weights": _weights(module),
-        "steps": trainer.global_step,
-        "seen": seen,
-        "columns": log.read_text().splitlines()[0] if dist.get_rank() == 0 and log.exists() else None,
-        "timed": callback.time_elapsed("train") > 0 if monitor == "timer" else None,
-    }
 
 
 @for_each("by_callback", [True, False])
@@ -193,28 +119,17 @@ class _Fails(Callback):
 @on_ranks()
 @like_torchrun()
 def test_an_exception_on_all_ranks_leaves_the_checkpoint_of_ddp(by: str, tmp_path: Path) -> None:
-    outcomes = []
+    saved = []
     for strategy in STRATEGIES:
         torch.manual_seed(dist.get_rank())
-        module, directory = Regression(), tmp_path / strategy
-        saving = (
-            callbacks.OnExceptionCheckpoint(directory, filename="failed")
-            if by == "OnExceptionCheckpoint"
-            else callbacks.ModelCheckpoint(directory, filename="failed", save_on_exception=True)
-        )
+        options = {"save_on_exception": True} if by == "ModelCheckpoint" else {}
+        saving = getattr(callbacks, by)(tmp_path / strategy, filename="failed", **options)
         trainer = make_trainer(strategy, max_epochs=1, enable_checkpointing=True, callbacks=[_Fails(), saving])
         with pytest.raises(Accident):
-            trainer.fit(module, loader())
-        [file] = directory.glob("*.ckpt")
+            trainer.fit(Regression(), loader())
+        dist.barrier()
+        [file] = (tmp_path / strategy).glob("*.ckpt")
         checkpoint = torch.load(file, weights_only=False)
         assert checkpoint["global_step"] == 3
-        outcomes.append({"weights": dict(module.state_dict()), "saved": checkpoint["state_dict"]})
-    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("monitor", list(MONITORS))
-@pytest.mark.sampled(2)
-def test_training_under_a_callback_equals_ddp(monitor: str, tmp_path: Path) -> None:
-    ours, ddp = ours_and_ddp(train_with_monitor, monitor=monitor, directory=tmp_path)
-    assert ours == ddp
-    assert ours[0]["weights"] == ours[1]["weights"]
+        saved.append((checkpoint["state_dict"], dict(trainer.lightning_module.state_dict())))
+    torch.testing.assert_close(saved[0], saved[1], rtol=0, atol=0)

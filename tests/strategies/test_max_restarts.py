@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from benchmarks.ports import own_port
 from lightning_bucketddp.recording.schema import read_run
 from lightning_bucketddp.strategies.restarts import ModuleAtStart
+from tests.startup.test_clusters import slurm_job, slurm_task
 from tests.support.hosts import two_hosts
 from tests.support.programs import SCRIPTS, Program, Run, run, run_together
 from tests.support.scripts.goes_on import NUM_SAMPLES
@@ -167,6 +169,44 @@ def test_the_end_of_rank_zero_and_ctrl_c_end_the_run(fault_of_rank_zero: str, tm
     assert len(list((tmp_path / "checkpoints").glob("*.ckpt"))) == 1
 
 
+# --- Restarts by what has started the ranks, with `auto_resume`
+
+
+@pytest.mark.long  # that torchrun starts ranks again: tests/startup/test_startup.py
+def test_torchrun_starts_all_ranks_again_from_the_newest_checkpoint(without_faults: Any, tmp_path: Path) -> None:
+    faults = [fault("kill", step=5), fault("kill", rank=0, step=11)]
+    within = (*TORCHRUN, "--max-restarts", "2")
+    finished = train(tmp_path, *faults, within=within, max_restarts=0, every=2, rescue=False)
+    assert weights(finished) == without_faults
+    assert_each_sample_once(tmp_path)
+    for rank in range(2):
+        assert [attempt["step"] for attempt in notes(tmp_path, "attempts", rank)] == [0, 4, 10]
+
+
+@pytest.mark.long
+def test_slurm_requeues_from_where_the_signal_came(without_faults: Any, tmp_path: Path) -> None:
+    job = slurm_job(num_nodes=1)
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    # As SLURM does: the job's processes are killed and it is started again.
+    kill = 'kill -9 $(sed \'s/.*"pid": \\([0-9]*\\).*/\\1/\' "$RESULTS"/attempts.*)'
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > "$RESULTS/scontrol.txt"\n{kill}\n')
+    scontrol.chmod(0o755)
+    # To one rank, in the middle of a step: what is saved is the state after it, and all ranks save it.
+    plan = json.dumps({"faults": [fault("requeue", step=7)], "max_restarts": 0})
+    for restart_count in range(2):
+        variables = {**job, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_RESTART_COUNT": str(restart_count)}
+        tasks = [Program([SCRIPTS / "goes_on.py", plan], {**variables, **slurm_task(rank, 1)}) for rank in range(2)]
+        finished = run_together(*tasks, root="lightning.pytorch", directory=tmp_path)
+        assert (finished.returncode == 0) == (restart_count == 1), finished.output
+    assert (tmp_path / "scontrol.txt").read_text() == f"requeue {job['SLURM_JOB_ID']}\n"
+    assert weights(finished) == without_faults
+    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 1)] == [0, 8]
+
+
+# --- With fewer ranks
+
+
 # A rank that nobody starts again; that it was killed shall not end the others either.
 NEVER_FAILS = '"$@"; exit 0'
 
@@ -189,8 +229,7 @@ def train_by_hand(directory: Path, *faults: dict[str, Any], returns: int | None 
 @pytest.mark.parametrize(
     "options",
     [
-        {"global_batch_size": 12},
-        {"shard_optimizer": True},
+        {"global_batch_size": 12, "shard_optimizer": True},
         pytest.param({"local_steps": {"steps": 2, "islands": "rank"}}, marks=pytest.mark.long),
     ],
     ids=lambda it: next(iter(it)),
@@ -199,13 +238,13 @@ def test_a_run_goes_on_without_a_rank_that_nobody_brings_back(options: dict[str,
     went_on = train_by_hand(tmp_path / "went_on", fault("kill", step=3), min_ranks=2, every=2, options=options)
     assert "going on with 2 of 3 ranks" in went_on.output, went_on.output
     assert "Nobody has brought rank 1 back." in went_on.output
-    assert ("pass `global_batch_size`" in went_on.output) == ("global_batch_size" not in options)
+    assert "pass `global_batch_size`" not in went_on.output or "global_batch_size" not in options
     ends = [went_on.results[f"end.rank{rank}"] for rank in range(2)]
     assert [end["world_size"] for end in ends] == [2, 2]
     assert ends[0]["weights"] == ends[1]["weights"]
     begun_at = [attempt["step"] for attempt in notes(tmp_path / "went_on", "attempts", 0)]
     if "local_steps" not in options:  # state that is divided is in regular checkpoints only
-        assert begun_at == [0, 2 if "shard_optimizer" in options else 3]
+        assert begun_at == [0, 2]
     # Two ranks that are started with the same checkpoint end alike.
     [path] = re.findall(r"resuming from\s+`(.*?)`", went_on.output)
     resumed = train(tmp_path / "resumed", ranks=2, batch_size=4, ckpt_path=path, options=options)
@@ -214,9 +253,10 @@ def test_a_run_goes_on_without_a_rank_that_nobody_brings_back(options: dict[str,
 
 
 def test_a_script_goes_on_without_a_rank_whose_new_process_fails_as_well(tmp_path: Path) -> None:
-    finished = train(tmp_path, fault("kill", step=3), ranks=3, batch_size=4, min_ranks=2, rejoin_s=15, stays_away=True)
+    finished = train(tmp_path, fault("kill", step=3), ranks=3, batch_size=4, min_ranks=2, rejoin_s=8, stays_away=True)
     assert "takes the place of rank 1" in finished.output, finished.output
     assert "going on with 2 of 3 ranks" in finished.output
+    assert "pass `global_batch_size`" in finished.output
     assert finished.returncode == 0
     assert [finished.results[f"end.rank{rank}"]["world_size"] for rank in range(2)] == [2, 2]
 

@@ -8,45 +8,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
-
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.strategies.trainer import TrainerStrategy
 from tests.support.ranks import run_on_ranks
+from tests.support.scripts.models import Regression, loader
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 HOOKS = [name for name, _ in inspect.getmembers(RunPart, inspect.isfunction)]
-
-
-class Model(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        return self.layer(batch[0]).square().mean()
-
-    def validation_step(self, batch: list[Tensor]) -> None:
-        self.layer(batch[0])
-
-    def test_step(self, batch: list[Tensor]) -> None:
-        self.layer(batch[0])
-
-    def predict_step(self, batch: list[Tensor]) -> Tensor:
-        return self.layer(batch[0])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
-
-    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
 def train_with(part: RunPart, path: Path) -> list[str]:
@@ -56,10 +26,10 @@ def train_with(part: RunPart, path: Path) -> list[str]:
         trainer = make_trainer(BucketDDPStrategy(), max_epochs=1)
         said: list[str] = []
         with patch("lightning_bucketddp.strategies.trainer.rank_zero_info", said.append):
-            trainer.fit(Model())
+            trainer.fit(module := Regression(), loader(), loader())
         trainer.save_checkpoint(path)
-        trainer.test(trainer.lightning_module, verbose=False)
-        trainer.predict(trainer.lightning_module)
+        trainer.test(module, loader(), verbose=False)
+        trainer.predict(module, loader())
     return said
 
 
@@ -97,4 +67,4 @@ def test_the_part_of_the_first_change_is_in_the_summary(tmp_path: Path) -> None:
     [code] = re.findall(r'```python\n(   """Which training batch.*?)```', CONTRIBUTING.read_text(), re.DOTALL)
     code = "\n".join(line[3:] for line in code.splitlines())
     [said, _] = run_on_ranks(said_with, code=code, name="LongestBatch", path=tmp_path / "saved.ckpt")
-    assert re.search(r"2 optimizer steps;.*; batch \d took longest, \d+\.\d\d s", " ".join(said[-1].split()))
+    assert re.search(r"10 optimizer steps;.*; batch \d took longest, \d+\.\d\d s", " ".join(said[-1].split()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
-from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
-from tests.support.cases import for_each
+from tests.strategies.comparison import Program, Trained, assert_equal, ours, train
 from tests.support.collectives import all_reduced
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.scripts import models
-from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, ours_and_ddp
+from tests.support.scripts.trainers import like_torchrun
 
 
 class ScaledLoss(Precision):
@@ -33,7 +32,7 @@ class ScaledLoss(Precision):
 
 
 def option(precision: str) -> dict[str, Any]:
-    """How a Trainer is told."""
+    """Return what a Trainer is given."""
     plugins = {
         "plugin": ScaledLoss,
         # What 16-mixed is on a GPU.
@@ -49,88 +48,70 @@ class Squares(models.Regression):
         return (self.layers(batch[0]) - batch[1]).square().mean()
 
 
-class _Dtypes(Callback):
+class Dtypes(Callback):
     """The dtypes of gradients at the optimizer's step."""
 
     def __init__(self) -> None:
-        self.seen: set[str] = set()
+        self.seen: set[torch.dtype] = set()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self.seen |= {str(p.grad.dtype) for p in pl_module.parameters() if p.grad is not None}
+        self.seen |= {p.grad.dtype for p in pl_module.parameters() if p.grad is not None}
 
 
-@like_torchrun()
-def train(
-    *, precision: str, reduce_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None, strategy: str = "bucketddp"
-) -> dict[str, Any]:
-    """The weights at the end, and which dtypes the gradients had and travelled as."""
-    torch.manual_seed(dist.get_rank())
-    ours = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, reduce_dtype=reduce_dtype)
-    used = "ddp" if strategy == "ddp" else ours
-    module = Squares()
-    dtypes = _Dtypes()
-    trainer = make_trainer(used, max_epochs=2, gradient_clip_val=0.1, callbacks=dtypes, **option(precision))
-    with all_reduced() as reduced:
-        trainer.fit(module, models.loader())
-    # The many small reductions of metrics and counters are none of ours.
-    travelled = {str(tensor.dtype) for tensor in reduced if tensor.numel() > 1}
-    return {
-        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
-        "gradients": sorted(dtypes.seen),
-        "travelled": sorted(travelled),
-    }
+def program_of(precision: str) -> Program:
+    options = {"max_epochs": 2, "gradient_clip_val": 0.1}
+    return Program(Squares, lambda: {**options, "callbacks": Dtypes(), **option(precision)})
+
+
+def assert_equal_on_ranks(trained: Trained) -> None:
+    for weight in trained.params.values():
+        of_rank_zero = weight.clone()
+        dist.broadcast(of_rank_zero, src=0)
+        assert torch.equal(weight, of_rank_zero)
 
 
 # On CPUs Lightning turns 16-mixed into bf16-mixed, unless it is given a GradScaler.
 GRADIENTS_OF = {
-    "32-true": "torch.float32",
-    "64-true": "torch.float64",
-    "16-mixed": "torch.float32",
-    "bf16-mixed": "torch.float32",
-    "bf16-true": "torch.bfloat16",
-    "16-true": "torch.float16",
-    "scaler": "torch.float32",
-    "plugin": "torch.float32",
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "16-mixed": torch.float32,
+    "bf16-mixed": torch.float32,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+    "scaler": torch.float32,
+    "plugin": torch.float32,
 }
+TRAVELS = [
+    *((precision, None) for precision in GRADIENTS_OF),
+    *(("bf16-true", "fp32"), ("16-true", "fp32"), ("32-true", "bf16"), ("bf16-mixed", "fp16")),
+]
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [
-        "bf16-true",
-        "scaler",
-        *(pytest.param(one, marks=pytest.mark.long) for one in ("32-true", "bf16-mixed", "16-true")),
-    ],
-)
+@pytest.mark.parametrize(("precision", "reduce_dtype"), TRAVELS)
+@pytest.mark.sampled(6)
+@on_ranks()
+@like_torchrun()
+def test_training_equals_ddp_and_gradients_travel_in_the_dtype_asked_for(
+    precision: str, reduce_dtype: str | None
+) -> None:
+    program = program_of(precision)
+    with all_reduced() as reduced:
+        trained = ours(program, reduce_dtype=reduce_dtype)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: GRADIENTS_OF[precision]}
+    # The many small reductions of metrics and counters are none of ours.
+    assert {tensor.dtype for tensor in reduced if tensor.numel() > 1} == {dtypes[reduce_dtype]}
+    assert {GRADIENTS_OF[precision]} in trained.seen
+    assert_equal_on_ranks(trained)
+    if reduce_dtype is None:
+        assert_equal(trained, train(program, "ddp"))
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "scaler", "32-true", "bf16-mixed", "16-true"])
+@pytest.mark.sampled(2)
+@on_ranks()
+@like_torchrun()
 def test_every_precision_trains_with_8_bits_on_the_wire(precision: str) -> None:
-    ranks = run_on_ranks(train, precision=precision, reduce_dtype="int8")
-    exact = run_on_ranks(train, precision=precision)
-    for rank in ranks:
-        assert rank["gradients"] == [GRADIENTS_OF[precision]]
-        assert rank["weights"] == ranks[0]["weights"] != exact[0]["weights"]
-
-
-@pytest.mark.parametrize("precision", GRADIENTS_OF)
-@pytest.mark.sampled(4)
-def test_training_equals_ddp(precision: str) -> None:
-    ours, ddp = ours_and_ddp(train, precision=precision)
-    for rank in ours:
-        assert rank["weights"] == ddp[0]["weights"]
-        assert rank["gradients"] == rank["travelled"] == [GRADIENTS_OF[precision]]
-
-
-@for_each(
-    ("precision", "reduce_dtype", "travels_as"),
-    [
-        ("bf16-true", "fp32", "torch.float32"),
-        ("16-true", "fp32", "torch.float32"),
-        ("32-true", "bf16", "torch.bfloat16"),
-        ("bf16-mixed", "fp16", "torch.float16"),
-    ],
-)
-def test_gradients_travel_in_the_dtype_asked_for(precision: str, reduce_dtype: str, travels_as: str) -> None:
-    ranks = run_on_ranks(train, precision=precision, reduce_dtype=reduce_dtype)
-    for rank in ranks:
-        assert rank["travelled"] == [travels_as]
-        assert rank["gradients"] == [GRADIENTS_OF[precision]]
-        assert rank["weights"] == ranks[0]["weights"]
+    trained, exact = (ours(program_of(precision), reduce_dtype=dtype) for dtype in ("int8", None))
+    assert {GRADIENTS_OF[precision]} in trained.seen
+    assert any(not torch.equal(trained.params[name], weight) for name, weight in exact.params.items())
+    assert_equal_on_ranks(trained)

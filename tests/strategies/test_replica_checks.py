@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch import Callback, Trainer, callbacks
 from torch import Tensor, nn
 
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
@@ -20,6 +20,7 @@ from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.config import OnDivergence, ReplicaChecks
 from tests.reducer import test_training_changes as changes
 from tests.replicas.test_consistency import flip_bit
+from tests.strategies.comparison import Program, train
 from tests.support.cases import for_each
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts import hooks, models
@@ -119,12 +120,6 @@ class _GroupsOfRank(Adam):
         return torch.optim.AdamW([{"params": params} for params in groups], lr=0.01)
 
 
-class _FreezesOneRank(Callback):
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3 and trainer.global_rank == 1:
-            pl_module.layers[0].requires_grad_(False)
-
-
 class _Dropout(Adam):
     """With another rate in each step."""
 
@@ -164,62 +159,32 @@ class _Plateau(Adam):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
 
 
-@dataclass(frozen=True)
-class Healthy:
-    """A training in which the replicas stay equal, as far as they should."""
-
-    module: Callable[[], LightningModule] = Adam
-    trainer: Callable[[], dict[str, Any]] = dict
-    strategy: Callable[[], dict[str, Any]] = dict
-    is_checked: bool = True
+def in_buffers_of_rank(**strategy: Any) -> Program:
+    return Program(lambda: models.RankZeroBuffer(changes_in="training_step"), strategy=strategy)
 
 
-HEALTHY = {
-    "batchnorm": Healthy(
+# Trainings in which the replicas stay equal, as far as they should. tests/strategies/test_equals_ddp.py has others.
+HEALTHY: dict[str, Callable[[], Program]] = {
+    "batchnorm": lambda: Program(
         lambda: models.ConvBatchNorm().to(memory_format=torch.channels_last),
         lambda: {"precision": "bf16-mixed", "accumulate_grad_batches": 3, "gradient_clip_val": 0.01},
     ),
-    "sync_batchnorm": Healthy(models.ConvBatchNorm, lambda: {"sync_batchnorm": True}),
-    "mean_teacher": Healthy(changes.MeanTeacher),
-    "dropout": Healthy(_Dropout, strategy=lambda: {"rank_seeds": True}),
-    "two_optimizers": Healthy(models.TwoPlayers),
-    "line_search": Healthy(models.LBFGSRegression),
-    "manual": Healthy(models.ManualRegression, strategy=lambda: {"reduce_dtype": "bf16"}),
-    "plateau": Healthy(_Plateau),
-    "finetuning": Healthy(changes.Backbone, lambda: {"callbacks": changes.FINETUNINGS["backbone"]()}),
-    "freezing": Healthy(trainer=lambda: {"callbacks": changes.FreezesByHand("before")}),
-    "weight_averaging": Healthy(
+    "sync_batchnorm": lambda: Program(models.ConvBatchNorm, lambda: {"sync_batchnorm": True}),
+    "mean_teacher": lambda: Program(changes.MeanTeacher),
+    "dropout": lambda: Program(_Dropout, strategy={"rank_seeds": True}),
+    "plateau": lambda: Program(_Plateau),
+    "finetuning": lambda: Program(changes.Backbone, lambda: {"callbacks": changes.FINETUNINGS["backbone"]()}),
+    "freezing": lambda: Program(Adam, lambda: {"callbacks": changes.FreezesByHand("before")}),
+    "weight_averaging": lambda: Program(
         changes.NormRegression, lambda: {"callbacks": changes.CHANGES["stochastic_weight_averaging"].by()}
     ),
-    "local_buffer": Healthy(lambda: models.RankZeroBuffer(changes_in="training_step")),
-    "own_buffers": Healthy(
-        lambda: models.RankZeroBuffer(changes_in="training_step"), strategy=lambda: {"broadcast_buffers": False}
-    ),
-    "sharded_optimizer": Healthy(_Sharded),
-    "unused_on_one_rank": Healthy(lambda: models.SpareLayer(used_on=(0,))),
-    "power_sgd": Healthy(strategy=hooks.HOOKS["power_sgd"]),
-    "post_local_sgd": Healthy(hooks.PlainSGD, strategy=hooks.HOOKS["post_local_sgd"], is_checked=False),
+    "own_buffers": lambda: in_buffers_of_rank(broadcast_buffers=False),
+    "local_buffers": in_buffers_of_rank,
+    "sharded_optimizer": lambda: Program(_Sharded),
+    "power_sgd": lambda: Program(Adam, strategy=hooks.HOOKS["power_sgd"]()),
+    # Weights are each rank's own for some steps.
+    "post_local_sgd": lambda: Program(hooks.PlainSGD, strategy=hooks.HOOKS["post_local_sgd"]()),
 }
-
-
-@like_torchrun()
-def train_healthy(*, training: str, directory: Path) -> tuple[list[str], bool]:
-    """Train with a check in every step and checkpoints, and resume; what is logged, and whether checks were made."""
-    how = HEALTHY[training]
-    torch.manual_seed(dist.get_rank())
-    num_checked = 0
-    with lines_logged("lightning_bucketddp.replicas.consistency") as lines:
-        for max_epochs in (2, 3):
-            strategy = BucketDDPStrategy(replica_checks=1, **how.strategy())
-            options = how.trainer()
-            each_epoch = callbacks.ModelCheckpoint(directory, filename="last", enable_version_counter=False)
-            options["callbacks"] = [each_epoch, *([options["callbacks"]] if "callbacks" in options else [])]
-            trainer = make_trainer(strategy, max_epochs=max_epochs, enable_checkpointing=True, **options)
-            resumed = directory / "last.ckpt" if max_epochs == 3 else None
-            trainer.fit(how.module(), models.loader(), models.loader(), ckpt_path=resumed)
-            comparison: Any = strategy._state.comparison
-            num_checked += 0 if comparison is None else comparison.checks._begun_at
-    return lines, num_checked > 0
 
 
 @like_torchrun()
@@ -231,38 +196,6 @@ def num_collectives(*, every_n_steps: int | None, max_steps: int) -> dict[str, i
         calls = {name: counting.enter_context(patch.object(dist, name, wraps=getattr(dist, name))) for name in names}
         trainer.fit(Adam(), models.loader())
     return {name: call.call_count for name, call in calls.items()}
-
-
-@like_torchrun()
-def drift_in_fabric(*, of: str, directory: Path, **options: Any) -> tuple[str | None, list[str], bool]:
-    """Four steps; then a weight or a moment changes on rank 1. What six more steps say, or a checkpoint."""
-    fabric = make_fabric(FabricStrategy(**options))
-    torch.manual_seed(0)
-    bare: Any = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-    module, optimizer = fabric.setup(bare, torch.optim.AdamW(bare.parameters(), lr=0.01))
-
-    def step(number: int) -> None:
-        generator = torch.Generator().manual_seed(100 * dist.get_rank() + number)
-        optimizer.zero_grad()
-        fabric.backward(module(torch.randn(4, 4, generator=generator)).square().mean())
-        optimizer.step()
-
-    def train_on() -> None:
-        for number in range(4, 10):
-            step(number)
-        fabric.save(directory / "model.ckpt", {"model": module, "optimizer": optimizer, "step": 10})
-
-    for number in range(4):
-        step(number)
-    if dist.get_rank() == 1 and of == "weight":
-        flip_bit(bare[0].weight, 5)
-    elif dist.get_rank() == 1:
-        flip_bit(optimizer.state[bare[0].weight]["exp_avg"], 5)
-    with lines_logged("lightning_bucketddp.replicas.consistency") as lines:
-        error = raised_by(train_on)
-    # Rank 0 writes; the file is there when the others know that it is.
-    fabric.barrier()
-    return error, lines, (directory / "model.ckpt").exists()
 
 
 def assert_equal(ranks: list[Outcome]) -> None:
@@ -278,18 +211,18 @@ def logged_on(ranks: list[Outcome]) -> list[str]:
     return ranks[0].logged
 
 
+def test_the_error_itself_leaves_no_checkpoint(tmp_path: Path) -> None:
+    ranks = run_on_ranks(drift, of="weight", saves=callbacks.OnExceptionCheckpoint(tmp_path), replica_checks=3)
+    assert all(rank.error.startswith("ReplicaDivergedError: ") for rank in ranks)
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
 def test_drift_is_raised_on_every_rank_two_steps_after_a_check() -> None:
     ranks = run_on_ranks(drift, of="weight", replica_checks=3)
     for rank in ranks:
         assert rank.error.startswith(f"ReplicaDivergedError: {NOT_EQUAL} after 5 synchronised backwards: `layers.0.w")
         assert "or pass `replica_checks=ReplicaChecks(on_divergence='heal')` to the strategy: all ranks" in rank.error
     assert logged_on(ranks) == []
-
-
-def test_the_error_itself_leaves_no_checkpoint(tmp_path: Path) -> None:
-    ranks = run_on_ranks(drift, of="weight", saves=callbacks.OnExceptionCheckpoint(tmp_path), replica_checks=3)
-    assert all(rank.error.startswith("ReplicaDivergedError: ") for rank in ranks)
-    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 @for_each(
@@ -321,19 +254,6 @@ def test_drift_that_is_only_logged_goes_on() -> None:
         f" {NOT_EQUAL} at the end of training",
     ]
     assert not torch.equal(ranks[0].weights["layers.0.weight"], ranks[1].weights["layers.0.weight"])
-
-
-@pytest.mark.parametrize(("on_rank", "source"), [(2, 0), (0, 1)])
-def test_most_ranks_win(on_rank: int, source: int) -> None:
-    options: dict[str, Any] = {"of": "moment", "on_rank": on_rank, "after_batch": 0}
-    differs = f"`optimizer 0: exp_avg of layers.0.weight` on rank {on_rank} differs from that on the other ranks"
-    for rank in run_on_ranks(drift, world_size=3, replica_checks=1, **options):
-        assert differs in rank.error
-    ranks = run_on_ranks(drift, world_size=3, replica_checks=ReplicaChecks(1, "heal"), max_steps=5, **options)
-    [line] = logged_on(ranks)
-    assert differs in line
-    assert line.endswith(FOLLOWS.format(source))
-    assert_equal(ranks)
 
 
 def test_drift_after_the_last_check_is_found_at_the_end() -> None:
@@ -433,49 +353,67 @@ def test_modules_are_compared_without_init_sync() -> None:
     assert trainer.global_step == 0
 
 
+@pytest.mark.parametrize("training", HEALTHY)
+@pytest.mark.sampled(4)
 @on_ranks()
 @like_torchrun()
-def test_a_fit_in_which_one_rank_freezes_a_layer_ends_in_that_step() -> None:
-    """Without overlap, so that no bucket is under way then and the other tests can use the processes."""
-    trainer = make_trainer(BucketDDPStrategy(overlap=False), max_steps=6, callbacks=[_FreezesOneRank()])
-    error = raised_by(lambda: trainer.fit(Adam(), models.loader()))
-    assert error.startswith(
-        "ReplicaMismatchError: `layers.0.weight` has requires_grad True on rank 0 but False on rank 1."
-    )
-    assert trainer.global_step == 3
-
-
-@pytest.mark.parametrize("training", list(HEALTHY))
-@pytest.mark.sampled(4)
 def test_what_differs_by_design_is_no_drift(training: str, tmp_path: Path) -> None:
-    ranks = run_on_ranks(train_healthy, training=training, directory=tmp_path)
-    assert ranks == [([], HEALTHY[training].is_checked)] * 2
+    """Train with a check in every step and checkpoints, and resume."""
+    num_checked = 0
+    with lines_logged("lightning_bucketddp.replicas.consistency") as lines:
+        for max_epochs, ckpt_path in ((2, None), (3, tmp_path / "last.ckpt")):
+            program = HEALTHY[training]()
+            options = program.trainer()
+            saves = callbacks.ModelCheckpoint(tmp_path, filename="last", enable_version_counter=False)
+            options["callbacks"] = [saves, *([options["callbacks"]] if "callbacks" in options else [])]
+            options |= {"max_epochs": max_epochs, "enable_checkpointing": True}
+            strategy = BucketDDPStrategy(replica_checks=1, **program.strategy)
+            program = replace(program, trainer=lambda: options, validates=True)  # noqa: B023
+            train(program, strategy, ckpt_path=ckpt_path)
+            comparison: Any = strategy._state.comparison
+            num_checked += 0 if comparison is None else comparison.checks._begun_at
+    assert lines == []
+    assert (num_checked > 0) == (training != "post_local_sgd")
 
 
 @pytest.mark.parametrize(
-    ("on_divergence", "every_n_steps", "of"),
-    [
-        ("raise", 2, "weight"),
-        ("raise", None, "moment"),
-        ("heal", 2, "moment"),
-        ("log", 2, "weight"),
-        ("log", None, "weight"),
-    ],
+    ("on_divergence", "every_n_steps", "of"), [("raise", None, "moment"), ("heal", 2, "moment"), ("log", 2, "weight")]
 )
+@on_ranks()
+@like_torchrun()
 def test_fabric_compares_too(on_divergence: OnDivergence, every_n_steps: int | None, of: str, tmp_path: Path) -> None:
-    checks = ReplicaChecks(every_n_steps, on_divergence)
-    ranks = run_on_ranks(drift_in_fabric, of=of, directory=tmp_path, replica_checks=checks)
-    when = f"before checkpoint `{tmp_path}/model.ckpt` is written" if every_n_steps is None else "after 6 synchronised"
-    name = "`optimizer 0: exp_avg of 0.weight`" if of == "moment" else "`0.weight`"
-    assert [is_written for _, _, is_written in ranks] == [on_divergence != "raise"] * 2
-    (error, lines, _), (other_error, other_lines, _) = ranks
-    assert error == other_error
-    assert other_lines == []
-    said = [error] if on_divergence == "raise" else lines
+    """Four steps; then a weight or a moment changes on rank 1; six more steps, and a checkpoint."""
+    fabric = make_fabric(FabricStrategy(replica_checks=ReplicaChecks(every_n_steps, on_divergence)))
+    torch.manual_seed(0)
+    bare: Any = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    module, optimizer = fabric.setup(bare, torch.optim.AdamW(bare.parameters(), lr=0.01))
+    path = tmp_path / "model.ckpt"
+
+    def train_on(steps: range) -> None:
+        for _ in steps:
+            optimizer.zero_grad()
+            fabric.backward(module(torch.randn(4, 4)).square().mean())
+            optimizer.step()
+        if steps.start > 0:
+            fabric.save(path, {"model": module, "optimizer": optimizer, "step": steps.stop})
+
+    train_on(range(4))
+    if dist.get_rank() == 1:
+        flip_bit(bare[0].weight if of == "weight" else optimizer.state[bare[0].weight]["exp_avg"], 5)
+    with lines_logged("lightning_bucketddp.replicas.consistency") as lines:
+        error = raised_by(lambda: train_on(range(4, 10)))
+    fabric.barrier()  # rank 0 writes; the file is there when the others know that it is
+    assert path.exists() == (on_divergence != "raise")
+    assert bool(error) == (on_divergence == "raise")
+    if dist.get_rank() == 1:
+        assert lines == []
+        return
+    said = [error] if error else lines
+    when = f"before checkpoint `{path}` is written" if every_n_steps is None else "after 6 synchronised"
     assert f"{NOT_EQUAL} {when}" in said[0]
-    assert name in said[0]
+    assert ("`optimizer 0: exp_avg of 0.weight`" if of == "moment" else "`0.weight`") in said[0]
     # Healed once, or found again by each check and before the checkpoint.
-    assert len(said) == (3 if on_divergence == "log" and every_n_steps else 1)
+    assert len(said) == (3 if on_divergence == "log" else 1)
 
 
 @on_ranks()

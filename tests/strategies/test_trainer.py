@@ -1,4 +1,4 @@
-"""`Trainer(strategy="bucketddp")` on two processes does what `Trainer(strategy="ddp")` does, and some things more."""
+"""The stages of a Trainer on two processes, modules that are parallel already, and what a fit leaves behind."""
 
 from __future__ import annotations
 
@@ -6,91 +6,28 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
+from tests.strategies.comparison import Program, assert_equal, train
+from tests.strategies.test_equals_ddp import Watching
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts import models
-from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, ours_and_ddp
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A module and how it is trained; `ddp` is what torch DDP needs for the same, where it needs something else."""
-
-    module: Callable[[], LightningModule]
-    options: dict[str, Any] = field(default_factory=dict)
-    ddp: str = "ddp"
-    ddp_module: Callable[[], LightningModule] | None = None
-
-
-SCENARIOS = {
-    "automatic": Scenario(models.Regression),
-    # Ten batches: windows of four, four and two.
-    "accumulation": Scenario(models.Regression, {"accumulate_grad_batches": 4}),
-    "clip_norm": Scenario(models.Regression, {"gradient_clip_val": 0.1}),
-    "clip_value": Scenario(models.Regression, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "manual_backward": Scenario(models.ManualRegression),
-    "two_optimizers": Scenario(models.TwoPlayers, ddp="ddp_find_unused_parameters_true"),
-    "lbfgs": Scenario(models.LBFGSRegression),
-    "batchnorm": Scenario(models.ConvBatchNorm),
-    "buffer_in_step": Scenario(lambda: models.RankZeroBuffer(changes_in="training_step")),
-    "buffer_after_step": Scenario(lambda: models.RankZeroBuffer(changes_in="on_train_batch_end")),
-    "buffer_registered_in_step": Scenario(models.LateBuffer),
-    "unused_everywhere": Scenario(lambda: models.SpareLayer(used_on=()), ddp="ddp_find_unused_parameters_true"),
-    "unused_on_rank_0": Scenario(lambda: models.SpareLayer(used_on=(1,)), ddp="ddp_find_unused_parameters_true"),
-    "unused_on_rank_1": Scenario(lambda: models.SpareLayer(used_on=(0,)), ddp="ddp_find_unused_parameters_true"),
-    "idle_rank": Scenario(
-        lambda: models.IdleRank(uses_parameters=False), ddp_module=lambda: models.IdleRank(uses_parameters=True)
-    ),
-}
-
-
-@like_torchrun()
-def train(*, scenario: str, strategy: str) -> dict[str, Any]:
-    """Train `scenario`, with torch DDP or with us."""
-    how = SCENARIOS[scenario]
-    torch.manual_seed(dist.get_rank())  # rank 0's weights are those that count
-    module = (how.ddp_module if strategy == "ddp" and how.ddp_module else how.module)()
-    observer = _Observer()
-    trainer = make_trainer(how.ddp if strategy == "ddp" else strategy, max_epochs=2, callbacks=observer, **how.options)
-    trainer.fit(module, models.loader(), models.loader())
-    return {"weights": {name: value.tolist() for name, value in module.state_dict().items()}, **vars(observer)}
-
-
-class _Observer(Callback):
-    def __init__(self) -> None:
-        self.validation_losses: list[float] = []
-        self.gradients_after_backward: list[Any] = []
-        self.gradients_before_step: list[Any] = []
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.validation_losses.append(trainer.callback_metrics["loss"].item())
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.gradients_after_backward.append(_gradients(pl_module))
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self.gradients_before_step.append(_gradients(pl_module))
-
-
-def _gradients(module: LightningModule) -> dict[str, Any]:
-    return {name: p.grad.tolist() for name, p in module.named_parameters() if p.grad is not None}
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
 
 
 class _Buckets(Callback):
@@ -102,10 +39,7 @@ class _Buckets(Callback):
 @for_each(
     ("module", "accumulate", "steps"),
     [
-        (models.Regression, 1, 10),
         (models.Regression, 4, 3),
-        (models.Regression, 5, 2),
-        (models.Regression, 20, 1),
         (models.ManualRegression, 1, 10),
     ],
 )
@@ -124,25 +58,6 @@ def test_accumulation_reduces_each_bucket_once_per_step(
     assert set(by_bucket) == {steps}
     assert strategy.reducer is not None
     assert strategy.reducer.stats.num_reductions == sum(by_bucket)
-
-
-@like_torchrun()
-def run_stages(*, stages: list[str], strategy: str) -> dict[str, Any]:
-    """Call these entry points of one Trainer one after the other, with one module."""
-    torch.manual_seed(dist.get_rank())
-    module = models.ConvBatchNorm()
-    trainer = make_trainer(strategy, max_epochs=0)
-    results = []
-    for stage in stages:
-        assert trainer.fit_loop.max_epochs is not None
-        trainer.fit_loop.max_epochs += stage == "fit"
-        results.append(getattr(trainer, stage)(module, models.loader()))
-    return {
-        "steps": trainer.global_step,
-        # Metrics of `validate` and `test`, outputs of `predict`, nothing of `fit`.
-        "results": [torch.stack(r).tolist() if isinstance(r, list) and torch.is_tensor(r[0]) else r for r in results],
-        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
-    }
 
 
 @like_torchrun()
@@ -207,12 +122,13 @@ class OwnLayerSync(LayerSync):
         return model
 
 
-def _on_rank_one(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda module: change(module) if dist.get_rank() == 1 else None
-
-
 def _put(module: Any, layer: nn.Module) -> None:
     module.layers[2] = layer
+
+
+def _put_on_rank_one(module: Any) -> None:
+    if dist.get_rank() == 1:
+        _put(module, nn.DataParallel(module.layers[2]))
 
 
 def _fully_shard(module: Any) -> None:
@@ -223,64 +139,61 @@ def _fully_shard(module: Any) -> None:
     fully_shard(module.layers[2], mesh=init_device_mesh("cpu", (2,)))
 
 
-def _ignore(module: Any) -> None:
-    module._ddp_params_and_buffers_to_ignore = [f"layers.2.module.{name}" for name in ("weight", "bias")]
-    _put(module, DistributedDataParallel(module.layers[2]))
-
-
 def _tensor_parallel(module: Any) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # slow to import
 
     parallelize_module(module.layers[2], init_device_mesh("cpu", (2,)), ColwiseParallel())
 
 
-# What is done to a `Regression` before it is trained.
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "nothing_to_train": lambda module: module.requires_grad_(False),
-    "lazy": lambda module: setattr(module, "layers", nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(1))),
-    "shape": _on_rank_one(lambda module: _put(module, nn.Linear(8, 3))),
-    "dtype": _on_rank_one(lambda module: module.layers[2].double()),
-    "requires_grad": _on_rank_one(lambda module: module.layers[2].weight.requires_grad_(False)),
-    "extra_layer": _on_rank_one(lambda module: setattr(module, "extra", nn.Linear(1, 1))),
-    "ddp": lambda module: _put(module, DistributedDataParallel(module.layers[2])),
-    "ddp_later": lambda module: setattr(module, "configure_model", lambda: CHANGES["ddp"](module)),
-    # The layer itself is still there, and comes first.
-    "ddp_beside": lambda module: setattr(module, "parallel", DistributedDataParallel(module.layers[2])),
-    "fabric": lambda module: _put(module, Fabric(accelerator="cpu", devices=1).setup(module.layers[2])),
-    "on_one_rank": _on_rank_one(lambda module: _put(module, nn.DataParallel(module.layers[2]))),
-    "fully_shard": _fully_shard,
-    "tensor_parallel": _tensor_parallel,
-    "unwrapped": lambda module: _put(module, DistributedDataParallel(module.layers[2]).module),
-    "ignored": _ignore,
+def _ignore(module: Any) -> None:
+    module._ddp_params_and_buffers_to_ignore = [f"layers.2.module.{name}" for name in ("weight", "bias")]
+    _wrap(module)
+
+
+def _wrap(module: Any) -> None:
+    _put(module, DistributedDataParallel(module.layers[2]))
+
+
+BY_ITSELF = "but this strategy averages the gradients of all submodules by itself."
+IGNORED = "or name its parameters in `_ddp_params_and_buffers_to_ignore`."
+UNWRAP = f"{BY_ITSELF} Leave the wrapper out: put its `.module` in its place, {IGNORED}"
+
+
+# What is done to a `Regression` before it is trained, and how it is refused, if it is.
+PARALLEL: dict[str, tuple[Callable[[Any], None], str]] = {
+    "ddp": (_wrap, f"`layers.2` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
+    "later": (
+        lambda module: setattr(module, "configure_model", lambda: _wrap(module)),
+        f"`layers.2` is wrapped in `DistributedDataParallel`, {UNWRAP}",
+    ),
+    "beside": (  # the layer itself is still there, and comes first
+        lambda module: setattr(module, "parallel", DistributedDataParallel(module.layers[2])),
+        f"`parallel` is wrapped in `DistributedDataParallel`, {UNWRAP}",
+    ),
+    "on_rank_one": (_put_on_rank_one, f"`layers.2` is wrapped in `DataParallel` on rank 1, {UNWRAP}"),
+    "fully_shard": (
+        _fully_shard,
+        f"`layers.2` was made parallel by `fully_shard`, {BY_ITSELF} Leave that call out, {IGNORED}",
+    ),
+    "tensor_parallel": (
+        _tensor_parallel,
+        f"`layers.2` was made parallel by `fully_shard` or `parallelize_module`, {BY_ITSELF} Leave that call out,"
+        f" {IGNORED}",
+    ),
+    "unwrapped": (lambda module: _put(module, DistributedDataParallel(module.layers[2]).module), ""),
+    "ignored": (_ignore, ""),
 }
 
 
+@for_each("how", PARALLEL)
+@on_ranks()
 @like_torchrun()
-def refusal(*, of: str) -> str:
-    """The error that a fit raises on this rank."""
+def test_a_submodule_that_is_parallel_already_is_refused_on_every_rank(how: str) -> None:
     module = models.Regression()
-    CHANGES[of](module)
-    return raised_by(lambda: make_trainer("bucketddp", max_epochs=1).fit(module, models.loader()))
-
-
-NUM_BATCHES = 10
-
-REMEDY = (
-    " Data-parallel training needs the same module on every rank: build it from the same configuration and freeze the"
-    " same parameters everywhere."
-)
-
-
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
-@pytest.mark.sampled(6)
-def test_training_equals_ddp(scenario: str) -> None:
-    ours, ddp = ours_and_ddp(train, scenario=scenario)
-    for rank in ours:
-        for what in ("weights", "validation_losses", "gradients_before_step"):
-            assert rank[what] == ddp[0][what], what
-        if scenario == "automatic":  # hooks see averaged gradients
-            assert len(rank["gradients_after_backward"]) == 2 * NUM_BATCHES
-            assert rank["gradients_after_backward"] == rank["gradients_before_step"]
+    change, text = PARALLEL[how]
+    change(module)
+    error = raised_by(lambda: make_trainer("bucketddp", max_epochs=1).fit(module, models.loader()))
+    assert error == (f"ValueError: {text}" if text else "")
 
 
 @on_ranks()
@@ -298,12 +211,25 @@ def test_the_module_is_not_wrapped() -> None:
     [["validate"], ["test"], ["predict"], ["fit", "fit"], ["validate", "fit", "test", "fit", "predict"]],
     ids="-".join,
 )
+@on_ranks()
+@like_torchrun()
 def test_each_stage_equals_ddp(stages: list[str]) -> None:
-    ours, ddp = ours_and_ddp(run_stages, stages=stages)
-    assert [rank["results"] for rank in ours] == [rank["results"] for rank in ddp]
-    for rank in ours:
-        assert rank["steps"] == ddp[0]["steps"]
-        assert rank["weights"] == ddp[0]["weights"]
+    """Call these entry points of one Trainer one after the other, with one module."""
+    outcomes = []
+    for strategy in ("bucketddp", "ddp"):
+        torch.manual_seed(dist.get_rank())
+        module, trainer = models.ConvBatchNorm(), make_trainer(strategy, max_epochs=0)
+        results = []
+        for stage in stages:
+            assert trainer.fit_loop.max_epochs is not None
+            trainer.fit_loop.max_epochs += stage == "fit"
+            results.append(getattr(trainer, stage)(module, models.loader()))
+        state = {name: value.clone() for name, value in module.state_dict().items()}
+        for value in state.values() if strategy == "ddp" else ():  # it leaves the others their own buffers
+            dist.broadcast(value, src=0)
+        # Metrics of `validate` and `test`, outputs of `predict`, nothing of `fit`.
+        outcomes.append(([result for result in results if result is not None], trainer.global_step, state))
+    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=0, atol=0)
 
 
 def test_sync_batchnorm_trains_like_one_process_and_is_reverted() -> None:
@@ -335,66 +261,31 @@ def test_a_layer_sync_plugin_of_the_user_is_applied_and_reverted_once() -> None:
     assert plugin.calls == ["apply", "revert"]
 
 
-MISMATCH = "ReplicaMismatchError: `layers.2.weight` has"
+@on_ranks()
+@like_torchrun()
+def test_the_profiler_of_torch_shows_our_phases(tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(
+        dirpath=tmp_path, filename="profile", schedule=None, export_to_chrome=False, row_limit=1000
+    )
+    trainer = make_trainer("bucketddp", max_epochs=1, limit_train_batches=2, profiler=profiler)
+    trainer.fit(models.Regression(), models.loader())
+    text = (tmp_path / f"fit-profile-{dist.get_rank()}.txt").read_text()
+    phases = sorted({word for word in text.split() if word.startswith("bucketddp::")})
+    assert phases == ["bucketddp::finish", "bucketddp::launch"]
 
 
-@pytest.mark.parametrize(
-    ("of", "text"),
-    [
-        (
-            "nothing_to_train",
-            "ValueError: `Regression` has no parameter that requires a gradient, so there is nothing to train. Unfreeze"
-            " a parameter, or run `validate`, `test` or `predict`.",
-        ),
-        (
-            "lazy",
-            "ValueError: `Regression` has parameters without a shape yet: `layers.0.weight`, `layers.0.bias`,"
-            " `layers.1.weight` and 1 more. Run one batch through the module before training, for example in"
-            " `configure_model` or `setup`.",
-        ),
-        ("shape", f"{MISMATCH} shape [1, 8] on rank 0 but [3, 8] on rank 1.{REMEDY}"),
-        ("dtype", f"{MISMATCH} dtype torch.float32 on rank 0 but torch.float64 on rank 1.{REMEDY}"),
-        ("requires_grad", f"{MISMATCH} requires_grad True on rank 0 but False on rank 1.{REMEDY}"),
-        ("extra_layer", f"ReplicaMismatchError: `extra.weight` exists on rank 1 but not on rank 0.{REMEDY}"),
-    ],
-)
-@pytest.mark.sampled(3)
-def test_what_cannot_be_trained_is_named_on_every_rank(of: str, text: str) -> None:
-    assert run_on_ranks(refusal, of=of) == [text] * 2
-
-
-BY_ITSELF = "but this strategy averages the gradients of all submodules by itself."
-IGNORED = "or name its parameters in `_ddp_params_and_buffers_to_ignore`."
-UNWRAP = f"{BY_ITSELF} Leave the wrapper out: put its `.module` in its place, {IGNORED}"
-
-
-@pytest.mark.parametrize(
-    ("of", "text"),
-    [
-        ("ddp", f"`layers.2` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
-        ("ddp_later", f"`layers.2` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
-        ("ddp_beside", f"`parallel` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
-        ("fabric", f"`layers.2` is wrapped in `_FabricModule`, {UNWRAP}"),
-        ("on_one_rank", f"`layers.2` is wrapped in `DataParallel` on rank 1, {UNWRAP}"),
-        (
-            "fully_shard",
-            f"`layers.2` was made parallel by `fully_shard`, {BY_ITSELF} Leave that call out, {IGNORED}",
-        ),
-        (
-            "tensor_parallel",
-            f"`layers.2` was made parallel by `fully_shard` or `parallelize_module`, {BY_ITSELF} Leave that call out,"
-            f" {IGNORED}",
-        ),
-    ],
-)
-@pytest.mark.sampled(3)
-def test_a_submodule_that_is_parallel_already_is_refused_on_every_rank(of: str, text: str) -> None:
-    assert run_on_ranks(refusal, of=of) == [f"ValueError: {text}"] * 2
-
-
-@for_each("how", ["unwrapped", "ignored"])
-def test_a_submodule_that_is_left_to_the_strategy_or_kept_from_it_is_trained(how: str) -> None:
-    assert run_on_ranks(refusal, of=how) == ["", ""]
+@on_ranks()
+@like_torchrun()
+def test_a_run_resumed_within_an_epoch_equals_ddp(tmp_path: Path) -> None:
+    """Two epochs, stopped in the middle of the first, go on in another Trainer."""
+    trained = []
+    for strategy in ("bucketddp", "ddp"):
+        saving = ModelCheckpoint(tmp_path / strategy, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+        train(Program(trainer=lambda: {"max_steps": 8, "callbacks": saving, "enable_checkpointing": True}), strategy)  # noqa: B023
+        program = Program(Watching, lambda: {"max_epochs": 2})
+        trained.append(train(program, strategy, ckpt_path=tmp_path / strategy / "step=6.ckpt"))
+    assert_equal(*trained)
+    assert len(trained[0].seen[0]) == 2 * (4 + 10)
 
 
 @on_ranks()

@@ -6,8 +6,8 @@ What is in the command makes a run: its number of ranks is in RANKS, if another 
 
 Faults come one after the other, each once, when its rank begins the step: `kill`, `raise` or the name of an exception,
 `stuck` (in Python), `exit`, `validation` (an exception there), `await` (of a rank that knocks), `SIGINT` or `SIGTERM`
-(an exception, and the signal in the pause of 2 s before a restart); rank None means every rank. A fault that has a
-`fit` comes in that one of several.
+(an exception, and the signal in the pause of 2 s before a restart), `interrupt` or `requeue` (the signal alone); rank
+None means every rank. A fault that has a `fit` comes in that one of several.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from lightning_bucketddp import BucketDDPMonitor, BucketDDPStrategy, LocalSteps,
 RESULTS = Path(os.environ.get("RESULTS", "."))
 STEPS_PER_EPOCH = 8
 NUM_SAMPLES = 64
+SIGNALS = {"kill": signal.SIGKILL, "interrupt": signal.SIGINT, "requeue": signal.SIGUSR1}
 
 
 def is_first(name: str) -> bool:
@@ -99,8 +100,8 @@ class Learner(LightningModule):
 
 
 def meet(what: str) -> None:
-    if what == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if what in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[what])
     elif what == "stuck":
         time.sleep(1000)
     elif what == "exit":
@@ -111,8 +112,6 @@ def meet(what: str) -> None:
     elif what == "await":
         while "waits for a checkpoint" not in (RESULTS / "output.txt").read_text():
             time.sleep(0.1)
-    elif what == "interrupt":
-        os.kill(os.getpid(), signal.SIGINT)
     else:
         raise getattr(builtins, what, ValueError)(f"by chance: {what}")
 
