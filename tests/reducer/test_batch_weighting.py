@@ -384,7 +384,8 @@ def test_earlier_gradients_stay_what_they_are_where_a_rank_adds_nothing(
 ) -> None:
     how = {**how, "options": {"shard_optimizer": sharded, **how.get("options", {})}}
     ranks = run_on_ranks(fit_and_keep_gradients, batches=batches, **how)
-    torch.testing.assert_close(torch.tensor(ranks), torch.full((2, 2, 2), -float(expected)))
+    rounding = 1e-6 if "accumulate" in how else 0.0  # windows divide by three
+    torch.testing.assert_close(torch.tensor(ranks), torch.full((2, 2, 2), -float(expected)), rtol=rounding, atol=0.0)
 
 
 def test_the_last_batch_of_a_rank_counts_if_it_steps_alone_and_runs_out_of_data_before_it_steps() -> None:

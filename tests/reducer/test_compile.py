@@ -98,7 +98,6 @@ class Compiled:
     # In order: "part 1" for the backward of the graph that was compiled second, "bucket 0" for its launch, "end".
     events_by_step: list[list[str]]
     num_graphs: int
-    graphs_by_step: list[int]
 
 
 class Recorder:
@@ -107,7 +106,6 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.num_graphs = 0
-        self.graphs_by_step: list[int] = []
         self._num_parts = 0
 
     @property
@@ -138,30 +136,23 @@ class Recorder:
         torch._dynamo.reset()
         launch, wait = LaunchQueue._launch_next, LaunchQueue.wait
 
-        def recorded_launch(reductions: LaunchQueue) -> None:
-            self.events.append(f"bucket {reductions.next_to_launch}")
-            launch(reductions)
+        def recorded_launch(queue: LaunchQueue) -> None:
+            self.events.append(f"bucket {queue.next_to_launch}")
+            launch(queue)
 
-        def recorded_end(reductions: LaunchQueue, **options: Any) -> None:
+        def recorded_end(queue: LaunchQueue, **options: Any) -> None:
             self.events.append("end")
-            self.graphs_by_step.append(self.num_graphs)
-            wait(reductions, **options)
+            wait(queue, **options)
 
-        with (
-            patch.object(LaunchQueue, "_launch_next", recorded_launch),
-            patch.object(LaunchQueue, "wait", recorded_end),
-        ):
+        with patch.multiple(LaunchQueue, _launch_next=recorded_launch, wait=recorded_end):
             yield
 
     def result(self, module: nn.Module) -> Compiled:
-        steps: list[list[str]] = [[]]
-        for event in self.events:
-            steps[-1].append(event)
-            if event == "end":
-                steps.append([])
+        ends = [0, *(index + 1 for index, event in enumerate(self.events) if event == "end")]
+        steps = [self.events[start:end] for start, end in pairwise(ends)]
         # As numpy arrays: lists of so many numbers take long to compare.
         weights = {name.replace("_orig_mod.", ""): value.numpy() for name, value in module.state_dict().items()}
-        return Compiled(weights, steps[:-1], self.num_graphs, self.graphs_by_step)
+        return Compiled(weights, steps, self.num_graphs)
 
 
 def loader() -> DataLoader[Any]:
@@ -255,7 +246,6 @@ def test_buckets_leave_between_the_parts_of_a_compiled_backward(compiled: str, e
         for events in rank.events_by_step[1:]:  # the first backward is observed
             assert_overlap(events)
         # Nothing is compiled again; validation shares no graph with training.
-        assert rank.graphs_by_step == [1 + NUM_LAYERS] * NUM_STEPS
         assert rank.num_graphs == 1 + NUM_LAYERS
         assert_same(rank, expected)
 

@@ -311,19 +311,16 @@ def test_a_gradient_is_counted_once() -> None:
 # --- What is done
 
 
-@pytest.mark.parametrize("parameter", ["2.weight", None])
-def test_a_warning_names_the_step_on_rank_zero(parameter: str | None) -> None:
-    rank_zero, rank_one = trained(bad=Bad(parameter))
-    assert rank_zero.warnings[0] == WARNED.format("backward 2", named(parameter))
-    assert rank_one.warnings == []
-
-
-def test_warnings_become_rare() -> None:
+def test_rank_zero_warns_with_the_step_and_warnings_become_rare() -> None:
     # The weights are not finite after the second of twenty steps.
-    rank_zero, _ = trained(bad=Bad("2.weight"), steps=20)
+    rank_zero, rank_one = trained(bad=Bad("2.weight"), steps=20)
     assert rank_zero.num_nonfinite == 19
     what = "the loss on rank 0 (nan), rank 1 (nan)"
-    assert rank_zero.warnings[1:] == [WARNED.format("backward 11 (10 steps so far)", what)]
+    assert rank_zero.warnings == [
+        WARNED.format("backward 2", named("2.weight")),
+        WARNED.format("backward 11 (10 steps so far)", what),
+    ]
+    assert rank_one.warnings == []
 
 
 SKIPPED_IN = list(zip(WAYS.values(), cycle(["2.weight", None]), cycle([1, 1, 3, 3])))

@@ -353,7 +353,7 @@ def test_a_late_gradient_is_refused_and_without_overlap_none_is_late() -> None:
             with pytest.raises(LateGradientError, match=text):
                 assert_mean(model, reducer, differentiate)
         else:
-            assert_mean(model, reducer, differentiate, tolerance=1e-5)
+            assert_mean(model, reducer, differentiate)
 
 
 @on_ranks()

@@ -99,7 +99,7 @@ def assert_mean(
     for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert (param.grad is None) == (other.grad is None), f"{name}: {param.grad}"
         if param.grad is not None and other.grad is not None:
-            _assert_close(param.grad, other.grad, tolerance, name)
+            torch.testing.assert_close(param.grad, other.grad, rtol=tolerance, atol=tolerance / 100, msg=name)
 
 
 def average_by_hand(model: nn.Module) -> None:
