@@ -21,9 +21,8 @@ from lightning_bucketddp.local_steps.rounds import LocalRounds
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.processes import rank_zero_info, rank_zero_warn
 from lightning_bucketddp.reducer.nonfinite import Finiteness, scaler_of
-from lightning_bucketddp.reducer.observer import ReducerStats
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState, training_state
+from lightning_bucketddp.replicas.consistency import ReplicaComparison
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.sharding.shards import Shards
 from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
@@ -46,16 +45,17 @@ if TYPE_CHECKING:
 class FitTally:
     """Counts what a fit does after it has begun to train, for the log."""
 
-    def __init__(self, global_step: int, reducer: Reducer) -> None:
-        self._global_step = global_step
+    def __init__(self, strategy: TrainerStrategy) -> None:
+        assert strategy.reducer is not None  # a fit runs
+        self._strategy, self._reducer = strategy, strategy.reducer
+        self._global_step = strategy.trainer.global_step
         self._began_at = time.monotonic()
-        self._reducer = reducer
-        self._before: ReducerStats = replace(reducer.stats)  # a search for a learning rate may have counted before
+        self._before = replace(self._reducer.stats)  # a search for a learning rate may have counted before
         self.num_withheld = 0  # steps with non-finite gradients, or without a loss on any rank
 
-    def describe(self, strategy: TrainerStrategy) -> list[str]:
-        """Return the steps and reductions, what was decided about buckets, and what the parts of the run have done."""
-        reducer, stats = self._reducer, self._reducer.stats
+    def describe(self) -> list[str]:
+        """Return the steps and reductions, decisions about buckets, and the summaries of the parts."""
+        strategy, reducer, stats = self._strategy, self._reducer, self._reducer.stats
         # Lightning also counts steps that were withheld.
         num_steps = strategy.trainer.global_step - self._global_step - self.num_withheld
         skipped = f" and {self.num_withheld} skipped" if self.num_withheld else ""
@@ -340,24 +340,10 @@ def _make_reducer(strategy: TrainerStrategy, model: nn.Module, replicas: Replica
     device = None if strategy._rank_seeds is None else strategy.root_device
     state.unfinished = UnfinishedBatch(trainer, model, strategy._position, device)
 
-    def trained_state() -> TrainingState:
-        return training_state(replicas.parameters, strategy.optimizers, is_divided=strategy.is_divided)
-
-    def shared_state() -> TrainingState:
-        # Forwards have changed the buffers of each rank in another way, so they are shared first.
-        found = trained_state()
-        if state.buffers is not None:
-            found.tensors.update(state.buffers.shared_buffers())
-        return found
-
     state.comparison = None
     # In a search some ranks may take a step that others do not; weights are restored after it.
     may_differ = strategy.differs_by_design or strategy.is_searching
     if state.exchange is not None and replicas.collectives.world_size > 1 and not may_differ:
         checks = strategy.options.replica_checks
-        state.comparison = ScheduledComparison(
-            ReplicaComparison(replicas.collectives, checks, exchange=state.exchange, has_messages=True),
-            trained_state=trained_state,
-            shared_state=shared_state,
-            stats=reducer.stats,
-        )
+        comparison = ReplicaComparison(replicas.collectives, checks, exchange=state.exchange, has_messages=True)
+        state.comparison = ScheduledComparison(comparison, strategy, replicas, reducer.stats)

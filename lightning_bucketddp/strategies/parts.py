@@ -18,13 +18,15 @@ from lightning_bucketddp.data.uneven_data import UnevenData
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.observer import ReducerStats
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState
+from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState, training_state
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
 from lightning_bucketddp.trainer_internals import batch_progress, replace_result_class
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+    from lightning_bucketddp.strategies.trainer import TrainerStrategy
 
 
 @dataclass(eq=False)
@@ -83,8 +85,8 @@ class ScheduledComparison(RunPart):
     """Compares replicas: when training begins and ends, between steps, and before each checkpoint."""
 
     checks: ReplicaComparison
-    trained_state: Callable[[], TrainingState]  # what training changes in the same way on every rank
-    shared_state: Callable[[], TrainingState]  # the same with the buffers
+    strategy: TrainerStrategy
+    replicas: Replicas
     stats: ReducerStats
 
     def begin_training(self) -> None:
@@ -92,10 +94,22 @@ class ScheduledComparison(RunPart):
             self.compare(when="before the first step")
 
     def begin_batch(self, batch_idx: int) -> None:
-        self.checks.between_steps(self.shared_state, num_backwards=self.stats.num_backwards)
+        self.checks.between_steps(self._shared_state, num_backwards=self.stats.num_backwards)
 
     def compare(self, *, when: str) -> bool:
-        return self.checks.compare(self.trained_state, when=when)
+        return self.checks.compare(self._trained_state, when=when)
+
+    def _trained_state(self) -> TrainingState:
+        """Return what training changes in the same way on every rank."""
+        divides = self.strategy.is_divided
+        return training_state(self.replicas.parameters, self.strategy.optimizers, is_divided=divides)
+
+    def _shared_state(self) -> TrainingState:
+        """Return the same with the buffers, which are shared first: forwards change them differently on each rank."""
+        state = self._trained_state()
+        if (buffers := self.strategy._state.buffers) is not None:
+            state.tensors.update(buffers.shared_buffers())
+        return state
 
     def end_training(self) -> None:
         if self.checks.are_periodic:

@@ -230,9 +230,8 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         return model
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        if self._rank_seeds is not None:
+        if self._rank_seeds is not None and self._collectives is not None:
             # After the weights are shared, and before the training data is made, which draws the seeds of workers.
-            assert self._collectives is not None
             self._rank_seeds.begin(step=trainer.global_step, collectives=self._collectives, device=self.root_device)
         super().setup_optimizers(trainer)
         fit_state.divide_optimizers(self, trainer.lightning_module)
@@ -261,8 +260,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         for part in self._parts:
             part.begin_training()
         self._checkpoints.begin_training()
-        assert self.reducer is not None  # `setup` has made it
-        self._state.tally = FitTally(self.trainer.global_step, self.reducer)
+        self._state.tally = FitTally(self)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         is_training = self.lightning_module is not None and self.trainer.training
@@ -415,7 +413,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
             part.end_training()
         self._checkpoints.end_training()
         assert self._state.tally is not None  # training has begun
-        self._state.done = self._state.tally.describe(self)
+        self._state.done = self._state.tally.describe()
 
     def end_run_by(self, error: BaseException) -> None:
         try:
