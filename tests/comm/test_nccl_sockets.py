@@ -29,7 +29,7 @@ from tests.support.scripts.fit import Regression, lightning
 
 
 def decide(*, case: str, variables: list[dict[str, str]], roots: list[Path]) -> dict[str, Any]:
-    """What `variables[rank]` become for a while on a machine that looks like `roots[rank]`, and what is reported."""
+    """Return NCCL's variables in the block, from `variables[rank]` on a machine with the files of `roots[rank]`."""
     rank = dist.get_rank()
     with patch.dict(os.environ, variables[rank]):
         store = PrefixStore(f"sockets of {case}", access_store().store)

@@ -1,4 +1,4 @@
-"""When one rank raises, dies or is stuck, all end in seconds and say which one it was."""
+"""When one rank raises, dies or is stuck, all end in seconds and name it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def end_of(directory: Path, *, world_size: int = 2, may_end_well: bool = False, 
 
 
 def assert_saved_as_seen(ended: Ended, directory: Path, *, by: int = 0) -> None:
-    """The callbacks that save on exceptions have saved what rank `by` had when it failed."""
+    """Assert that the callbacks that save on exceptions have saved what rank `by` had when it failed."""
     seen = ended.results[f"seen{by}"]
     can_save_on_exception = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters  # Lightning 2.6
     by_model_checkpoint = list((directory / "saved").glob("*.ckpt"))
@@ -233,7 +233,7 @@ def test_rank_behind_in_backward_is_named_with_its_bucket(reduce_dtype: str | No
 
 @contextmanager
 def waiting(**timeouts: float) -> Iterator[tuple[HeartbeatMonitor, Callable[..., None]]]:
-    """The monitor of rank 0, which has waited for ten seconds; and what sends heartbeats of rank 1."""
+    """Yield the monitor of rank 0, which has waited for ten seconds, and a function that sends heartbeats of rank 1."""
     store = HashStore()
     here, there = (SideChannel(store, name="run", rank=rank, world_size=2) for rank in (0, 1))
     with closing(here), closing(there):
@@ -315,6 +315,47 @@ def test_ranks_that_are_all_slow_are_left_alone(tmp_path: Path) -> None:
         assert ranks.wait().exit_codes == [0, 0]
 
 
+# --- With a sharded optimizer
+
+
+LOST = "is not saved: the other ranks cannot be reached any more, and each of them has a part of the optimizers' state"
+
+
+# It has stepped its own shard of the weights.
+PARTIAL = "is not saved, because a rank was lost while gradients or weights were being exchanged"
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Fault("raise", "optimizer", rank=0), PARTIAL),
+        (Fault("raise", "on_train_batch_end", rank=0), LOST),
+        (Fault("SIGKILL", "on_train_batch_end"), LOST),
+    ],
+    ids=["rank_zero_raises_in_its_step", "rank_zero_raises", "another_dies"],
+)
+def test_a_checkpoint_without_the_shard_of_a_lost_rank_is_not_written(
+    fault: Fault, reason: str, tmp_path: Path
+) -> None:
+    ended = end_of(tmp_path, fault=fault, shard_optimizer=True, save_every=2)
+    assert not (tmp_path / "on_exception" / "on_exception.ckpt").exists()
+    assert reason in " ".join(ended.output[0].split())
+    # The one that was saved before is all of it.
+    [saved] = (tmp_path / "saved").glob("*.ckpt")
+    checkpoint = torch.load(saved, weights_only=True)
+    assert checkpoint["global_step"] in (2, 4)
+    state = checkpoint["optimizer_states"][0]["state"]
+    shapes = [weights.shape for name, weights in checkpoint["state_dict"].items() if name.endswith(("weight", "bias"))]
+    assert [state[i]["exp_avg"].shape for i in range(len(shapes))] == shapes
+
+
+def test_ranks_that_fail_together_save_all_of_it(tmp_path: Path) -> None:
+    end_of(tmp_path, fault=Fault("raise", rank=None), shard_optimizer=True)
+    checkpoint = torch.load(tmp_path / "on_exception" / "on_exception.ckpt", weights_only=True)
+    assert all(state["exp_avg"].any() for state in checkpoint["optimizer_states"][0]["state"].values())
+    assert len(checkpoint["optimizer_states"][0]["state"]) == 6
+
+
 # --- On several hosts; see test_hosts.py
 
 
@@ -329,7 +370,7 @@ def test_a_rank_that_dies_alone_on_its_host_is_named_by_the_others(tmp_path: Pat
 
 
 def look_at_connections(host: Host, orders: Any) -> None:
-    """Have two connections, one with data on the way; tell again and again which hosts no longer answer."""
+    """Make two connections, one with data on the way; report which hosts no longer answer when asked."""
     host.enter()
     connections.SILENT_AFTER_S = 1.5
     connections._PROBE_AFTER_S = 1

@@ -1,8 +1,8 @@
 """Random faults, over all launchers, for a number of rounds or minutes.
 
-Each round starts a small training program on two ranks, has something happen to it, and looks whether all of its
+Each round starts a small training program on two ranks, makes faults happen to it, and checks that all of its
 processes end, with the right exit status and words, without a damaged or lost checkpoint, with nothing left behind,
-and whether it can be started again and ends with the weights of an undisturbed run.
+and that it can be started again and ends with the weights of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> int:
 
 @contextmanager
 def _in(arena: Arena, name: str, trial: Trial | None) -> Iterator[Arena]:
-    """`arena` with a directory of its own, and what `trial` needs: a disk that can be filled, hosts, SLURM."""
+    """Yield `arena` with a directory of its own, and what `trial` needs: a disk that can be filled, hosts, SLURM."""
     arena = replace(arena, directory=arena.directory / name, checkpoints=arena.directory / name / "checkpoints")
     arena.checkpoints.mkdir(parents=True)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""One round: a program meets its faults, ends or goes on, is looked at, and may be started again."""
+"""One round: a program meets its faults, ends or goes on, is checked, and may be started again."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Arena:
 
 
 def run_round(trial: Trial, arena: Arena, *, expected_weights: str | None) -> Outcome:
-    """What came of `trial`; `expected_weights` are those of a run that nothing happens to."""
+    """Run `trial`; `expected_weights` are those of a run without faults."""
     outcome = Outcome(trial)
     output = arena.directory / "output.txt"
     with running(arena.program(trial), directory=arena.directory, output=output) as run:
@@ -128,7 +128,7 @@ def run_round(trial: Trial, arena: Arena, *, expected_weights: str | None) -> Ou
 
 
 def weights_undisturbed(arena: Arena) -> str:
-    """Where a run ends that nothing happens to."""
+    """Return the last weights of a run without faults."""
     output = arena.directory / "output.txt"
     with running(arena.program(None), directory=arena.directory, output=output) as run:
         left = run.wait(until=lambda: run.began_at + BEGINS_WITHIN_S)
@@ -138,7 +138,7 @@ def weights_undisturbed(arena: Arena) -> str:
 
 
 def _have_faults(trial: Trial, arena: Arena, run: Running) -> list[float]:
-    """Bring the faults of `trial`, or wait for those that come from inside; when each of them was."""
+    """Make the faults of `trial` happen, or wait for those that come from inside; return when each of them was."""
     faults_at: list[float] = []
     for number, fault in enumerate(trial.faults):
         since = max([run.began_at, *faults_at])
@@ -162,7 +162,7 @@ def _have_faults(trial: Trial, arena: Arena, run: Running) -> list[float]:
 
 
 def _deadline(trial: Trial, arena: Arena, run: Running, faults_at: list[float]) -> float:
-    """When all have to have ended: soon after what ends them, and a run that goes on when it does not go on."""
+    """Return when all processes must have ended: soon after a fault, or after the last step of a run that goes on."""
     patience_s = arena.patience_s + max(fault.patience_s for fault in trial.faults)
     if _is_finished(run):
         return max([*faults_at, *(float(run.read(f"finished{rank}").get("at", 0)) for rank in (0, 1))]) + patience_s
@@ -211,7 +211,7 @@ def _check_end(outcome: Outcome, arena: Arena, run: Running, output: str, expect
 
 
 def _check_finish(outcome: Outcome, arena: Arena, run: Running, expected: str | None) -> None:
-    """Look at a run that is complete: equal and right weights, each sample once in an epoch, nothing left."""
+    """Check a run that is complete: equal and right weights, each sample once in an epoch, nothing left."""
     num_ranks = run.read("finished0")["world_size"]
     weights = [run.read(f"finished{rank}")["weights"] for rank in range(num_ranks)]
     outcome.are_replicas_equal = len(set(weights)) == 1
@@ -237,7 +237,7 @@ def _check_finish(outcome: Outcome, arena: Arena, run: Running, expected: str | 
 
 
 def _check_samples(outcome: Outcome, arena: Arena) -> None:
-    """Each sample of an epoch has to be in one step, of the steps as they were done last."""
+    """Check that each sample of an epoch is in one step, of the steps as they were done last."""
     seen_in: dict[int, tuple[float, list[int]]] = {}
     for path in arena.directory.glob("seen*.jsonl"):
         for seen in map(json.loads, path.read_text().splitlines()):
@@ -254,7 +254,7 @@ def _check_samples(outcome: Outcome, arena: Arena) -> None:
 
 
 def _check_checkpoints(outcome: Outcome, arena: Arena) -> None:
-    """Look whether all files are whole, and, where the run has ended, how far the newest is behind."""
+    """Check that all files are intact, and, where the run has ended, how far the newest is behind."""
     flipped = any(arena.directory.glob("flipped*"))
     saved = 0
     # Lightning saves beside them before it has a job requeued.
@@ -274,7 +274,7 @@ def _check_checkpoints(outcome: Outcome, arena: Arena) -> None:
 
 
 def _last_step(arena: Arena) -> int:
-    """How far the start that was last has come."""
+    """Return the last step of the last start."""
     lines = [line for path in arena.directory.glob("rank*.jsonl") for line in path.read_text().splitlines()]
     return max(((one["attempt"], int(one["step"])) for one in map(json.loads, lines)), default=(0, 0))[1]
 

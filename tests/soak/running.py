@@ -80,7 +80,7 @@ class Running:
 
     @property
     def exit_status(self) -> int | None:
-        """Of the program that was started; None: it has not ended. Of several hosts one is enough to be complete."""
+        """Return that of the program; None: it has not ended. Of several hosts one is enough to complete a run."""
         statuses = [process.poll() for process in self._started.values()]
         if None in statuses:
             return None
@@ -95,13 +95,13 @@ class Running:
         return found
 
     def read(self, name: str) -> dict[str, Any]:
-        """What the program has written under `name`, so far."""
+        """Return what the program has written under `name`, so far."""
         with suppress(FileNotFoundError):
             return dict(json.loads((self._directory / f"{name}.json").read_text()))
         return {}
 
     def reports(self) -> list[dict[str, Any]]:
-        """What the ranks have reported after each step since the program began, with their number, in order of time."""
+        """Return the reports of the ranks after each step since the program began, in order of time."""
         found = []
         for rank in (0, 1):
             with suppress(FileNotFoundError):
@@ -110,7 +110,7 @@ class Running:
         return sorted((one for one in found if one["at"] > self.began_at), key=lambda report: report["at"])
 
     def wait_for(self, is_there: Callable[[], bool], *, since: float) -> bool:
-        """Whether it comes true; not if the program ends before, or takes too long."""
+        """Wait until `is_there`; return False if the program ends before, or takes too long."""
         while not is_there():
             if self.exit_status is not None or time.monotonic() > since + BEGINS_WITHIN_S:
                 return False
@@ -118,7 +118,7 @@ class Running:
         return True
 
     def wait_for_step(self, step: int, *, since: float) -> bool:
-        """Whether both ranks of a start after `since` come to `step`."""
+        """Wait until both ranks of a start after `since` come to `step`; return False as `wait_for` does."""
 
         def is_there() -> bool:
             done = {one["rank"] for one in self.reports() if one["step"] > step and one["attempt"] > since}
@@ -127,7 +127,7 @@ class Running:
         return self.wait_for(is_there, since=since)
 
     def bring(self, fault: Fault) -> float:
-        """Have `fault` come from outside to processes of this program, and to no other; when."""
+        """Make `fault` happen to processes of this program from outside; return when."""
         if fault.what in ("lost-cable", "lost-host"):
             assert self._program.network is not None
             self._program.network.pull_cable(int(fault.target))
@@ -156,7 +156,7 @@ class Running:
         return [pid for pid in self.processes if pid in wanted]
 
     def wait(self, *, until: Callable[[], float]) -> list[int]:
-        """Wait until all processes have ended; those that have not when it is `until`."""
+        """Wait until all processes have ended; return those that have not when it is `until`."""
         while processes := self.processes:
             if time.monotonic() > until():
                 return processes
@@ -169,10 +169,9 @@ class Running:
         return []
 
     def _end_agent_without_store(self) -> None:
-        """End what is left of a host that is cut off from torchrun's store when its ranks have ended.
+        """End the processes of a host that is cut off from torchrun's store when its ranks have ended.
 
-        As an operator has to: torchrun asks its store without a time-out, and waits until the kernel gives up, which is
-        after a quarter of an hour.
+        An operator has to do so: torchrun waits for its store until the kernel gives up, after a quarter of an hour.
         """
         ranks = {one["pid"] for one in self.reports()} if self._cut_off else set()
         for run_id in self._cut_off:

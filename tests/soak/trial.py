@@ -87,22 +87,22 @@ class Fault:
 
     @property
     def signal(self) -> str:
-        """What is sent from outside; empty if nothing is."""
+        """Return the signal that is sent from outside; "" if none is."""
         return {**SIGNALS, "requeue": "SIGUSR1"}.get(self.what, "")
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run shall go on as if nothing had happened."""
+        """Return whether the run shall go on as without a fault."""
         return self.what == "slow" or (self.what == "clock" and self.details["dies"] is None)
 
     @property
     def ends_launcher(self) -> bool:
-        """Whether what would start the ranks again is lost: torchrun's agent that has the store of all agents."""
+        """Return whether the process is lost that would start the ranks again: torchrun's agent with the store."""
         return self.target in ("launcher", "all") or (self.what in ("lost-agent", "lost-host") and self.target == 0)
 
     @property
     def patience_s(self) -> float:
-        """How long the ranks may wait for each other before they have to end."""
+        """Return how long the ranks may wait for each other before they have to end."""
         if self.step is None:
             return START_TIMEOUT_S
         if self.what in BETWEEN_HOSTS:
@@ -111,14 +111,14 @@ class Fault:
 
     @property
     def max_lost_steps(self) -> int:
-        """How far what is resumed may be behind: 1 where any rank sees the end with good weights and can save."""
+        """Return how many steps may be lost: 1 where any rank learns of the end with good weights and can save."""
         none_left = self.signal == "SIGKILL" and self.target in ("all", "ranks")
         if self.step is None or none_left or self.what in FLIPS + FULL_DISKS:
             return SAVE_EVERY_N_STEPS + 1
         return 1
 
     def says(self, launcher: str) -> str | None:
-        """What the output of the run must match: which rank it was, in our words or in its launcher's."""
+        """Return what the output of the run must match: which rank it was, in our words or in its launcher's."""
         rank = self.details.get("dies", self.target)
         if self.step is None:
             return None
@@ -185,24 +185,24 @@ class Trial:
 
     @property
     def completes(self) -> bool:
-        """Whether the run shall come to its end without help."""
+        """Return whether the run shall complete without help."""
         if self.launcher in RESTARTING:
             return not any(fault.ends_launcher for fault in self.faults)
         return all(fault.goes_on for fault in self.faults)
 
     @property
     def timeout_s(self) -> float:
-        """How long ranks wait for each other."""
+        """Return how long ranks wait for each other."""
         return TIMEOUT_ON_HOSTS_S if self.launcher == "hosts" else TIMEOUT_S
 
     @property
     def keeps_ranks(self) -> bool:
-        """Whether the run has as many ranks at its end as before."""
+        """Return whether the run has as many ranks at its end as before."""
         return not any(fault.what in ("lost-host", "lost-cable", "lost-agent") for fault in self.faults)
 
     @property
     def needs_parents(self) -> bool:
-        """Whether processes have to be children of those that have started them, and start as slowly as usual."""
+        """Return whether processes must be children of those that have started them, and start as slowly as usual."""
         return any(fault.target in ("launcher", "newest") or fault.what == "lost-agent" for fault in self.faults)
 
     def not_said_in(self, output: str) -> list[str]:

@@ -43,7 +43,7 @@ HOST = re.escape(socket.gethostname())
 
 
 def outcomes(**options: Any) -> list[str]:
-    """What comes of a meeting of two processes, which must come at once unless a time-out is given."""
+    """Return the outcome of a meeting of two processes, which must come at once unless a time-out is given."""
     results = run_on_ranks(meet, port=options.pop("port", None) or own_port(), **options)
     limit_s = options.get("start_timeout_s", 0) + AT_ONCE_S
     assert all(result["seconds"] < limit_s for result in results)
@@ -227,7 +227,7 @@ def test_a_port_of_another_program_is_named(answer: bytes) -> None:
 
 @contextmanager
 def another_program(answer: bytes) -> Iterator[int]:
-    """A program that listens, and answers so to everything."""
+    """Yield the port of a program that listens, and gives `answer` to everything."""
     connections: list[socket.socket] = []
 
     def serve() -> None:
@@ -331,7 +331,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def make_launcher(root: str = "lightning.pytorch", start_method: str = "popen") -> Any:
-    """What a strategy would launch two processes with where nothing but Lightning chooses the port."""
+    """Return the launcher of a strategy for two processes, for which nothing but Lightning chooses the port."""
     plugins = import_module(
         f"{'lightning.fabric' if 'lightning.' in root else 'lightning_fabric'}.plugins.environments"
     )
@@ -347,7 +347,7 @@ def make_launcher(root: str = "lightning.pytorch", start_method: str = "popen") 
 
 
 def open_port(launcher: Any) -> int:
-    """Have `launcher` open the port; the one that Lightning will tell all ranks."""
+    """Make `launcher` open the port; return the one that Lightning will pass to all ranks."""
     environment = launcher.guarding_strategy.cluster_environment
     launcher._open_port(environment)
     return int(environment.main_port)

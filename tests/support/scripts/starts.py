@@ -13,7 +13,6 @@ from lightning_bucketddp.config import Timeouts
 parser = argparse.ArgumentParser()
 parser.add_argument("--rank-1", choices=["exit", "kill_launcher"])
 parser.add_argument("--fabric", action="store_true")
-parser.add_argument("--devices", type=int, default=2)
 parser.add_argument("--num-nodes", type=int, default=1)
 parser.add_argument("--start-timeout-s", type=float, default=300)
 parser.add_argument("--fail-first", action="store_true")
@@ -31,7 +30,7 @@ from tests.support.scripts.fit import Regression, Report, lightning  # noqa: E40
 
 if os.environ.get("LOCAL_RANK") == "1" and arguments.rank_1 == "kill_launcher":
     os.kill(os.getppid(), signal.SIGKILL)
-options = {"accelerator": "cpu", "devices": arguments.devices, "num_nodes": arguments.num_nodes}
+options = {"accelerator": "cpu", "devices": 2, "num_nodes": arguments.num_nodes}
 if arguments.fabric:
     Fabric(strategy=FabricStrategy(timeouts=Timeouts(start_s=arguments.start_timeout_s)), **options).launch()
     sys.exit()
