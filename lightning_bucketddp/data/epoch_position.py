@@ -110,8 +110,7 @@ class _LoaderPosition:
 
     loader: Any
     batch_size: int | None  # how many of what its sampler gives; None: it gives batches of the user's own
-    num_samples: float  # in a pass; infinite: that is not known, or not the same on all ranks
-    is_stream: bool
+    num_samples: float  # in a pass, of a stream on the rank with most; infinite: unknown, or not equal on all ranks
     sampler: ResumableSampler | None = None  # None: it is a stream
     # Where the first pass of this run begins and ends (None: at its end), and how many batches that makes.
     begin: int = 0
@@ -122,35 +121,45 @@ class _LoaderPosition:
 
     def take_all(self) -> None:
         """Take all of an epoch."""
-        self.begin, self.end, self.num_batches, self.is_first_pass = 0, None, length_of(self.loader), True
+        self.begin, self.end, self.num_batches, self.is_first_pass = 0, None, self.length, True
 
     def take_rest(self, num_behind: int, *, num_batches: float, num_counted: int) -> int:
         """Leave out the first `num_behind` samples of an epoch of `num_batches`; return how many batches they make.
 
         They made `num_counted` batches, maybe of another size. At least one batch is left, to end the epoch with.
         """
-        size, length = self.batch_size or 1, length_of(self.loader)
+        size, length = self.batch_size or 1, self.length
         if math.inf in (self.num_samples, num_batches):
             num_before = num_behind // size
             if num_before != num_counted and num_batches != math.inf:
                 num_before = min(num_before, int(min(length, num_batches)) - 1)
-            self.begin = num_behind if self.is_stream else num_before * size
+            self.begin = num_behind if self.sampler is None else num_before * size
             self.num_batches = max(length - num_before, 0)
             return num_before
         self.end = int(min(self.num_samples, num_batches * size) if num_batches < length else self.num_samples)
-        drops_last = getattr(self.loader.batch_sampler, "drop_last", False)
-        num_left = (self.end - num_behind + (0 if drops_last else size - 1)) // size
+        num_left = self._num_batches_of(self.end - num_behind)
         self.begin, self.num_batches = (num_behind, num_left) if num_left > 0 else (max(self.end - size, 0), 1)
         return int(num_batches - self.num_batches)
 
     def state(self, num_batches: int, *, cycles: bool) -> dict[str, Any]:
         """Return where it is after `num_batches` of this run in this epoch."""
-        size, length = self.batch_size or 1, length_of(self.loader)
+        size, length = self.batch_size or 1, self.length
         num_behind = self.begin + num_batches * size
         if cycles and num_batches > self.num_batches:
             num_behind = int((num_batches - self.num_batches) % length or length) * size
         is_first = self.is_first_pass and num_batches < self.num_batches
         return {"num_samples": num_behind, "is_first_pass": is_first, "own_batches": self.own_batches}
+
+    @property
+    def length(self) -> float:
+        """The number of batches in a pass, of a stream on the rank with most."""
+        if self.sampler is not None or self.num_samples == math.inf:
+            return length_of(self.loader)
+        return self._num_batches_of(int(self.num_samples))
+
+    def _num_batches_of(self, num_samples: int) -> int:
+        size, drops_last = self.batch_size or 1, getattr(self.loader.batch_sampler, "drop_last", False)
+        return (num_samples + (0 if drops_last else size - 1)) // size
 
     @property
     def own_batches(self) -> list[Any] | None:
@@ -255,7 +264,7 @@ class EpochPosition(RunPart):
         total: Any = length_of(loader.dataset.dataset)  # type: ignore[attr-defined]
         # The most that a rank has, because ranks with fewer may have to go on for as long (`uneven_data`).
         num_samples = total if total == math.inf else -(-total // num_ranks)
-        position = _LoaderPosition(loader, loader.batch_size or 1, num_samples, is_stream=True)
+        position = _LoaderPosition(loader, loader.batch_size or 1, num_samples)
 
         def iterate_range(this: Any) -> Iterator[Any]:
             this.dataset.num_read = self._next_range(position)[0] * num_ranks
@@ -271,7 +280,7 @@ class EpochPosition(RunPart):
         are_even = num_ranks == 1 or is_even(loader)
         batch_size = None if has_own_batches else getattr(batches, "batch_size", 1)
         num_samples = length_of(original) if are_even and not has_own_batches else math.inf
-        position = _LoaderPosition(loader, batch_size, num_samples, is_stream=False)
+        position = _LoaderPosition(loader, batch_size, num_samples)
         generator = None
         if (resumed := self._resumed) is not None:
             # After a failure there is only the state of the rank that has saved.
@@ -294,10 +303,8 @@ class EpochPosition(RunPart):
     def _prepared(self, position: _LoaderPosition, members: dict[str, Any], **attributes: Any) -> DataLoader[Any]:
         self._loaders.append(position)
         num_read = property(lambda _: 0 if position.has_begun else self._place_loaders())
-        prepared: DataLoader[Any] = changed_loader(
-            position.loader, {"num_batches_read": num_read, **members}, **attributes
-        )
-        return prepared
+        members = {"num_batches_read": num_read, **members}
+        return cast("DataLoader[Any]", changed_loader(position.loader, members, **attributes))
 
     def _next_range(self, position: _LoaderPosition) -> tuple[int, int | None]:
         """Return where the next pass of a loader begins and ends."""
@@ -331,7 +338,7 @@ class EpochPosition(RunPart):
         """Return how many samples of a loader are in the weights, and whether they are of its first pass."""
         position, num_ranks, num_before = self._loaders[index], self._trainer.world_size, resumed.saved["world_size"]
         saved = dict(enumerate(resumed.saved["loaders"])).get(index)
-        has_own_order = position.num_samples == math.inf and not position.is_stream
+        has_own_order = position.num_samples == math.inf and position.sampler is not None
         is_of_other_ranks = has_own_order and num_before != num_ranks
         if saved is None or saved["own_batches"] != position.own_batches or is_of_other_ranks:
             rank_zero_warn(

@@ -407,3 +407,9 @@ def test_loaders_beside_each_other_go_on_each_with_its_own_samples(
                     assert in_order(outcome, epoch, rank) == alone.seen[epoch]
             elif mode != "min_size":  # which ends with the shorter one
                 assert trained(outcome, epoch).keys() == trained([undisturbed], epoch).keys()
+
+
+def test_a_rank_with_fewer_samples_of_a_stream_counts_as_many_batches() -> None:
+    job = Job(kind="sized stream", num_samples=21)  # 6 batches on rank 0, and 5 on rank 1
+    outcome = run_program(job, [Start(stop=3), Start(stop=1)])
+    assert [rank.position.begun() for rank in outcome[-1]] == [(6, 3)] * 2
