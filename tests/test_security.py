@@ -348,7 +348,6 @@ def test_every_place_that_unpickles_listens_or_starts_a_program_is_known() -> No
     assert places(r"create_server|\.bind\(\(|\.listen\(|http\.server|socketserver") == listening
     assert places(r"\bTCPStore\(") == {"startup/store.py", "comm/process_group.py"}
     assert places(r"subprocess\.(run|Popen)\(|os\.(system|exec|popen|spawn)") == {
-        "commands/doctor/host.py",
         "commands/doctor/finding.py",
         "strategies/launchers.py",  # the user's own command again, for a rank whose process died
     }

@@ -212,10 +212,12 @@ class LocalProcess:
     """Another rank's process on this host. The handle stays its own when the number is given to another process."""
 
     pid: int
-    handle: int
+    handle: int | None  # None: it had ended before it was found
 
     @property
     def has_ended(self) -> bool:
+        if self.handle is None:
+            return True
         poll = select.poll()
         poll.register(self.handle, select.POLLIN)
         return bool(poll.poll(0))
@@ -225,6 +227,8 @@ class LocalProcess:
         """Return the exit status, negative for a signal; None if the kernel does not report it."""
         import fcntl  # not on every platform
 
+        if self.handle is None:
+            return None
         info = bytearray(struct.pack("QQ", _WITH_EXIT, 0).ljust(_INFO_SIZE, b"\0"))
         with suppress(OSError):
             fcntl.ioctl(self.handle, _GET_INFO, info)
@@ -262,9 +266,12 @@ class LocalRanks:
         for rank, identity in self._channel.get_of_others("identity").items():
             if isinstance(identity, dict) and identity.get("place") == self.place:
                 pid: Any = identity.get("pid")
-                # It is gone, the system has no handles, or the number is no process's.
+                # The system has no handles, or the number cannot be one of a process.
                 with suppress(OSError, OverflowError, AttributeError, TypeError):
-                    found[rank] = LocalProcess(pid, os.pidfd_open(pid))
+                    try:
+                        found[rank] = LocalProcess(pid, os.pidfd_open(pid))
+                    except ProcessLookupError:
+                        found[rank] = LocalProcess(pid, None)
         self.processes, self.are_known = found, True
 
     def find_death(self, exit_status_of: Callable[[int], int | None]) -> Failure | None:
@@ -293,13 +300,14 @@ class LocalRanks:
     def kill_frozen(self) -> None:
         """Kill the processes that cannot end by themselves."""
         for process in self.processes.values():
-            if process.is_frozen:
+            if process.handle is not None and process.is_frozen:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(process.handle, signal.SIGKILL)
 
     def close(self) -> None:
         for process in self.processes.values():
-            os.close(process.handle)
+            if process.handle is not None:
+                os.close(process.handle)
         self.processes.clear()
 
 

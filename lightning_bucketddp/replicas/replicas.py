@@ -51,6 +51,10 @@ class Replicas:
         check_parameters(module, self.parameters)
         self._parallel_already = find_parallel_submodule(module, self.parameters)
         self.sparse_names = sparse_names_of(module, self.parameters)
+        embeddings = (
+            (name, it) for name, it in module.named_modules() if isinstance(it, nn.Embedding | nn.EmbeddingBag)
+        )
+        self._renormalized = [name or type(it).__name__ for name, it in embeddings if it.max_norm is not None]
         # As torch DDP: buffers may be added, replaced and dropped, unless there are none at the start.
         has_buffers = any(name not in self._ignored for name, _ in module.named_buffers())
         self._owners = list(module.named_modules()) if has_buffers else []
@@ -61,7 +65,14 @@ class Replicas:
         return list(now) != list(self.parameters) or any(now[name] is not self.parameters[name] for name in now)
 
     def check_trainable(self) -> None:
-        """Raise if there is nothing to train."""
+        """Raise if there is nothing to train, or if forwards change weights on each rank in another way."""
+        if self._renormalized and self.collectives.world_size > 1:
+            raise ValueError(
+                f"The forward of `{self._renormalized[0]}` scales the weights that its batch uses to `max_norm`, on"
+                " each rank other ones, so that the ranks' weights drift apart (also with torch DDP). Leave `max_norm`"
+                " out, and scale all weights after each step, for example in `on_train_batch_end`: `with"
+                " torch.no_grad(): embedding.weight.renorm_(2, 0, max_norm)`."
+            )
         if not any(param.requires_grad for param in self.parameters.values()):
             raise ValueError(
                 f"`{self._module_type}` has no parameter that requires a gradient, so there is nothing to train."

@@ -96,14 +96,14 @@ class AutoResume:
                 (name, None if torch.nn.parameter.is_lazy(param) else list(param.shape))
                 for name, param in module.named_parameters()
             ],
-            "hyperparameters": [getattr(it, "hparams_initial", None) for it in (module, *data)],
+            "hyperparameters": [plain(getattr(it, "hparams_initial", None)) for it in (module, *data)],
             "checkpoints": [
                 (it.state_key, str(self._directories.setdefault(it, it.dirpath)), str(it.filename))
                 for it in trainer.checkpoint_callbacks
                 if hasattr(it, "dirpath")
             ],
         }
-        return hashlib.sha256(json.dumps(run, default=plain, skipkeys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(run).encode()).hexdigest()[:16]
 
     def begin(self, trainer: Any, collectives: Collectives, *, is_first_of_host: bool) -> None:
         """Choose what a fit begins with, and have the Trainer load it. All ranks must call this."""
@@ -278,21 +278,25 @@ def _absolute(path: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return what `json.dumps` shall write for a `value` that it does not know: of other objects only the class."""
+    """Return `value` as data that JSON can hold; of objects that it does not know, only the class."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
     if type(value).__module__.startswith("omegaconf."):
-        from omegaconf import OmegaConf
+        from omegaconf import OmegaConf  # unresolved: references may change, such as one to the time of day
 
-        return OmegaConf.to_container(value, resolve=False)  # references may change, such as one to the time of day
+        return plain(OmegaConf.to_container(value, resolve=False))
     if isinstance(value, Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, Namespace):
-        return vars(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
+        value = vars(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        return dict(value)
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(json.dumps(item, default=plain) for item in value)
+        return sorted(str(plain(item)) for item in value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     kind = value if isinstance(value, type) or hasattr(value, "__qualname__") else type(value)

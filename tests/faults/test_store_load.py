@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -66,6 +68,21 @@ def test_a_rank_finds_the_processes_of_its_host_when_all_have_introduced_themsel
     assert list(ranks[0].processes) == [5, 9]
     ranks[0].discover()
     assert store.asked == {"add": 1, "check": 1, "multi_get": 1}  # however many ranks there are
+
+
+def test_a_rank_that_is_gone_before_the_last_has_introduced_itself_has_died(
+    channels: Callable[..., list[SideChannel]],
+) -> None:
+    here, there = (channel.local_ranks for channel in channels(2, store=HashStore()))
+    process = subprocess.Popen(["true"])
+    there.introduce(process.pid)
+    process.wait()
+    here.introduce(os.getpid())
+    here.discover()
+    assert here.gone() == [1]
+    failure = here.find_death(lambda rank: -signal.SIGKILL if rank == 1 else None)
+    assert failure is not None
+    assert (failure.rank, failure.kind) == (1, Kind.DIED)
 
 
 @for_each("world_size", [2, 400, 1024, 10_000, 100_000])

@@ -82,6 +82,10 @@ UNTRAINABLE: list[tuple[Callable[[], nn.Module], str]] = [
         lambda: nn.Sequential(nn.Linear(2, 2), *[nn.Linear(2, 2, device="meta") for _ in range(3)]),
         "`1.weight`, `1.bias`, `2.weight` and 3 more on meta. Each process trains on",
     ),
+    (
+        lambda: nn.Sequential(nn.Embedding(3, 2), nn.Embedding(3, 2, max_norm=1.0)),
+        "The forward of `1` scales the weights that its batch uses to `max_norm`",
+    ),
 ]
 
 
