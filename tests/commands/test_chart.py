@@ -25,15 +25,12 @@ def _texts(chart: ElementTree.Element) -> list[str]:
     return ["".join(text.itertext()) for text in chart.iter(f"{_SVG}text")]
 
 
-def test_powers_of_two_are_equally_far_apart() -> None:
+def test_powers_of_two_are_equally_far_apart_and_ticks_do_not_crowd() -> None:
     chart = _draw(a={2**n: 1.0 for n in range(11)})
     places = [right for right, _ in _marks(chart)]
     gaps = [b - a for a, b in pairwise(places)]
     assert max(gaps) - min(gaps) <= 0.2  # places are written with one digit
     assert {"1", "64", "1,024"} <= set(_texts(chart))
-
-
-def test_ticks_do_not_crowd_on_very_many_ranks() -> None:
     texts = set(_texts(_draw(a={1: 1.0, 20_000: 0.5})))
     assert {"1", "4", "4,096", "16,384"} <= texts
     assert not {"2", "8,192"} & texts
