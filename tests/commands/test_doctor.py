@@ -68,6 +68,14 @@ def examine_here(capsys: Capture, *arguments: object) -> tuple[int, dict[str, An
     return status, json.loads(capsys.readouterr().out)
 
 
+def only_error(capsys: Capture, *arguments: object) -> str:
+    """The one error that a doctor finds which is alone in this process."""
+    status, seen = examine_here(capsys, *arguments)
+    assert status == 1
+    [error] = said(seen["findings"], "error")
+    return error
+
+
 def said(findings: list[dict[str, str]], verdict: str) -> list[str]:
     return [f"{finding['text']} {finding['remedy']}" for finding in findings if finding["verdict"] == verdict]
 
@@ -232,9 +240,7 @@ def test_a_port_in_use_is_found(monkeypatch: pytest.MonkeyPatch, capsys: Capture
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
-        status, seen = examine_here(capsys)
-    assert status == 1
-    [error] = said(seen["findings"], "error")
+        error = only_error(capsys)
     assert error.startswith(f"Rank 0 cannot listen at MASTER_PORT={port}: Address already in use. Set it to a free")
     status, seen = examine_here(capsys)
     assert status == 0
@@ -245,11 +251,9 @@ def test_too_few_open_files_are_found(capsys: Capture) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
     try:
-        status, seen = examine_here(capsys)
+        error = only_error(capsys)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert status == 1
-    [error] = said(seen["findings"], "error")
     assert error.startswith("A process may open only 200 files; with 1 rank each needs about 262. Raise it before the")
 
 
@@ -272,38 +276,30 @@ def test_warnings_fail_if_they_are_to(monkeypatch: pytest.MonkeyPatch, capsys: C
 # --- The directory for checkpoints
 
 
-def examine_directory(capsys: Capture, directory: Path) -> str:
-    """The one error that is found there."""
-    status, seen = examine_here(capsys, "--checkpoints", directory)
-    assert status == 1
-    [error] = said(seen["findings"], "error")
-    return error
-
-
 def test_a_full_and_a_read_only_disk_are_found(capsys: Capture) -> None:
     with small_disk(num_bytes=8 * MIB) as disk:
         full = f"A checkpoint cannot be written to {disk.path}: No space left on device. Make room there,"
-        assert examine_directory(capsys, disk.path).startswith(full)
+        assert only_error(capsys, "--checkpoints", disk.path).startswith(full)
         assert list(disk.path.iterdir()) == []
         disk.make_read_only()
-        assert "Read-only file system" in examine_directory(capsys, disk.path)
+        assert "Read-only file system" in only_error(capsys, "--checkpoints", disk.path)
 
 
 def test_a_directory_of_others_and_what_it_hides_are_errors(capsys: Capture) -> None:
     with forbidden_directory() as directory:
         with not_as_root():
-            assert "Permission denied" in examine_directory(capsys, directory)
+            assert "Permission denied" in only_error(capsys, "--checkpoints", directory)
         (directory / "inner").mkdir()
         directory.chmod(0)
         with not_as_root():
-            error = examine_directory(capsys, directory / "inner")
+            error = only_error(capsys, "--checkpoints", directory / "inner")
         directory.chmod(0o755)
         (directory / "inner").rmdir()
     assert error.startswith(f"There is no directory {directory}/inner.")
 
 
 def test_a_missing_directory_is_found_and_not_made(tmp_path: Path, capsys: Capture) -> None:
-    error = examine_directory(capsys, tmp_path / "missing")
+    error = only_error(capsys, "--checkpoints", tmp_path / "missing")
     assert error.startswith(f"There is no directory {tmp_path}/missing. Check the name, and that its disk is mounted;")
     assert list(tmp_path.iterdir()) == []
 

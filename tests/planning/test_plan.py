@@ -58,23 +58,17 @@ def test_buckets_hold_one_kind_and_leave_when_their_last_member_has_arrived() ->
     assert members(plan) == [(0, 2), (1, 3), (4,), (5,)]
 
 
-def test_sparse_gradients_travel_alone_and_before_a_bucket_that_carries_the_flags() -> None:
-    params = [*specs(4, 4), ParameterSpec("embedding", 4, "float32", sparse=True)]
-    plan = plan_buckets(params, arrived=[2, 0, 1], missing=[], caps=uniform(100))
-    assert plan == [BucketSpec((2,), sparse=True), BucketSpec((0, 1))]
-
-
-@pytest.mark.parametrize("large", [{"sparse": True}, {"alone": True}], ids=str)
-def test_a_bucket_that_is_not_small_does_not_wait_to_carry_the_flags(large: dict[str, Any]) -> None:
-    params = [*specs(2**20 + 1), ParameterSpec("last", 4, "float32", **large)]
-    plan = plan_buckets(params, arrived=[0, 1], missing=[], caps=uniform(2**21))
-    assert plan == [BucketSpec((0,)), BucketSpec((1,), **large), BucketSpec(())]
-
-
-def test_a_large_gradient_travels_alone_and_the_others_fill_their_bucket_around_it() -> None:
-    params = [*specs(4, 4, 4), ParameterSpec("large", 50, "float32", alone=True)]
+@for_each("kind", [{"sparse": True}, {"alone": True}])
+def test_sparse_and_large_gradients_travel_alone_and_before_a_small_bucket_that_carries_the_flags(
+    kind: dict[str, Any],
+) -> None:
+    # The other gradients fill their bucket around it; one that is not small does not wait to carry the flags.
+    params = [*specs(4, 4, 4), ParameterSpec("other", 50, "float32", **kind)]
     plan = plan_buckets(params, arrived=[0, 3, 1, 2], missing=[], caps=uniform(100))
-    assert plan == [BucketSpec((3,), alone=True), BucketSpec((0, 1, 2))]
+    assert plan == [BucketSpec((3,), **kind), BucketSpec((0, 1, 2))]
+    params = [*specs(2**20 + 1), ParameterSpec("last", 4, "float32", **kind)]
+    plan = plan_buckets(params, arrived=[0, 1], missing=[], caps=uniform(2**21))
+    assert plan == [BucketSpec((0,)), BucketSpec((1,), **kind), BucketSpec(())]
 
 
 @for_each("sizes", [list(s) for s in itertools.product([1, 3, 9], repeat=4)])

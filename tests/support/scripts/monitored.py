@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPMonitor
 from lightning_bucketddp.callbacks import monitor as monitor_module
-from lightning_bucketddp.recording.writer import Sampling
 from lightning_bucketddp.reducer.observer import Clock
 from tests.support.scripts import models
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, said_about
@@ -166,7 +165,7 @@ def fit(
         redirect_stdout(io.StringIO()) as printed,
         said_about(about, said),
         patch.object(Clock, "mark", count),
-        patch.object(monitor_module, "Sampling", lambda: Sampling(thin_after)),
+        patch.object(monitor_module, "_BATCHES_PER_PORTION", thin_after),
         suppress(Accident),
     ):
         for _ in range(num_fits):
