@@ -16,7 +16,7 @@ _USAGE_STATUS = 2
 _INTERRUPTED_STATUS = 130
 
 
-# By name: what the user wants to know, and what to type for that.
+# By name: the user's question, and the command line that answers it.
 _COMMANDS = {
     "doctor": (
         "Is this machine, or this cluster, ready for a long run?",

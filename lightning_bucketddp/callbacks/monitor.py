@@ -21,7 +21,6 @@ from lightning_bucketddp.recording.typical_step import NUM_STEPS, RankNumbers, T
 from lightning_bucketddp.recording.writer import (
     MarkedStep,
     RecordFile,
-    Sampling,
     StepRecorder,
     metrics_of,
     plan_of,
@@ -42,6 +41,9 @@ else:
     _Callback = object
 
 _NAME = "BucketDDPMonitor"
+# After this many batches every second recorded round is written, after as many more every fourth, and so on: a file
+# grows with the logarithm of a run's length. Batches are counted, not bytes: all ranks must write the same steps.
+_BATCHES_PER_PORTION = 1000
 
 
 class RecordedFit:
@@ -67,7 +69,8 @@ class RecordedFit:
         self._num_rounds = 0
         self._num_recorded = 0
         self._num_batches = 0
-        self._sampling = Sampling()
+        self._write_every = 1
+        self._num_written_batches = 0  # since `_write_every` was doubled
         self._is_written = False
         self._has_file = folder is not None
         self._file = RecordFile(folder, rank=self.run.rank)
@@ -78,10 +81,10 @@ class RecordedFit:
         """Start recording, before a batch, if the next round is due; return whether the current one is recorded."""
         recording = self.strategy.recording
         if recording.recorder is None and (self._num_rounds + 1) % self._every_n_rounds == 0:
-            self._is_written = self._has_file and self._sampling.takes_next()
             self._num_batches = 0
-            # Recorded rounds 1, 2, 4, 8, ... wait for the device: so few cost nothing.
             self._num_recorded += 1
+            self._is_written = self._has_file and self._num_recorded % self._write_every == 0
+            # Recorded rounds 1, 2, 4, 8, ... wait for the device: so few cost nothing.
             self._recorder.measures_lag = self._num_recorded.bit_count() == 1
             recording.begin(self.strategy, self._recorder, self._keep)
         return recording.recorder is not None
@@ -107,7 +110,9 @@ class RecordedFit:
         if self.strategy.recording.recorder is not None:
             self.strategy.recording.end(self.strategy)
             if self._is_written:
-                self._sampling.add(self._num_batches)
+                self._num_written_batches += self._num_batches
+                if self._num_written_batches >= _BATCHES_PER_PORTION:
+                    self._num_written_batches, self._write_every = 0, 2 * self._write_every
             self.read()
 
     def read_outer_steps(self) -> None:

@@ -158,8 +158,8 @@ class LearningRateScaling(_Callback):
         rule: `linear`, or `sqrt` for the square root of the factor.
         warmup_epochs: How long the factor rises; by default 5 epochs.
         warmup_steps: The same in steps of each optimizer.
-        batch_size_per_rank: Samples in one batch of one rank, where the training data does not say; with manual
-            optimization, those of all batches that one step accumulates.
+        batch_size_per_rank: Samples in one batch of one rank, if the training data has no batch size; with manual
+            optimization, in all batches that one step accumulates.
     """
 
     def __init__(
@@ -237,10 +237,13 @@ class LearningRateScaling(_Callback):
             rates.follow()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._detach()
+        for rates in self._rates:
+            rates.close()
+        self._attached.close()
+        self._batch = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._detach()
+        self.on_train_end(trainer, pl_module)
 
     def _adopt(self, batch: GlobalBatch) -> None:
         if batch == self._batch:
@@ -269,12 +272,6 @@ class LearningRateScaling(_Callback):
                 rates.apply()
             hook(*args, **kwargs)
 
-    def _detach(self) -> None:
-        for rates in self._rates:
-            rates.close()
-        self._attached.close()
-        self._batch = None
-
 
 class ScalingMeasurement(_Callback):
     """Logs the global batch size, the samples per second of all ranks together, and how well that scales.
@@ -285,7 +282,7 @@ class ScalingMeasurement(_Callback):
     Args:
         single_rank_samples_per_second: The samples per second of one rank alone with the same batch size per rank. A
             run with `devices=1` and this callback prints them at its end. Without them no efficiency is logged.
-        batch_size_per_rank: Samples in one batch of one rank, where the data does not say.
+        batch_size_per_rank: Samples in one batch of one rank, if the data has no batch size.
     """
 
     def __init__(
@@ -336,12 +333,11 @@ class ScalingMeasurement(_Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._seconds == 0:
             return
-        rate = self._num_samples / self._seconds
+        rate, hint = self._num_samples / self._seconds, ""
         if trainer.world_size == 1:
             hint = f" Pass `single_rank_samples_per_second={rate:.6g}` when you train on more ranks."
-        else:
-            efficiency = self._efficiency(rate, trainer)
-            hint = "" if efficiency is None else f" Scaling efficiency {efficiency:.3f}."
+        elif self._single_rank_samples_per_second is not None:
+            hint = f" Scaling efficiency {rate / (trainer.world_size * self._single_rank_samples_per_second):.3f}."
         rank_zero_info(f"ScalingMonitor: {trainer.world_size} rank(s): {rate:.6g} samples per second.{hint}")
 
     def _count(self, trainer: Trainer, batch_idx: int) -> None:
@@ -364,17 +360,13 @@ class ScalingMeasurement(_Callback):
         rate = self._new_samples / (now - began_at)
         size = self._batch.over_ranks * trainer.accumulate_grad_batches
         values = {"bucketddp/global_batch_size": float(size), "bucketddp/samples_per_second": rate}
-        if (efficiency := self._efficiency(rate, trainer)) is not None:
-            values["bucketddp/scaling_efficiency"] = efficiency
+        if self._single_rank_samples_per_second is not None:
+            alone = self._single_rank_samples_per_second
+            values["bucketddp/scaling_efficiency"] = rate / (trainer.world_size * alone)
         log_at_once(trainer, values)
         self._num_samples += self._new_samples
         self._seconds += now - began_at
         self._began_at, self._new_samples = now, 0
-
-    def _efficiency(self, samples_per_second: float, trainer: Trainer) -> float | None:
-        if self._single_rank_samples_per_second is None:
-            return None
-        return samples_per_second / (trainer.world_size * self._single_rank_samples_per_second)
 
 
 def _now(device: torch.device) -> float:

@@ -18,7 +18,7 @@ _PIPED_WIDTH = 160
 
 
 class UsageError(Exception):
-    """Ends a command with one line that says what to change, and exit status 2."""
+    """Ends a command with exit status 2 and one line: the mistake, and how to correct it."""
 
 
 def first_line(error: Exception) -> str:
@@ -28,7 +28,7 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def trimmed_console() -> Iterator[Console]:
-    """Yield a console, and print what it got without trailing spaces."""
+    """Yield a console, whose output is printed without trailing spaces."""
     from rich.console import Console  # not needed for `--help`
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)

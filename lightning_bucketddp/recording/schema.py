@@ -71,7 +71,7 @@ class RecordedPlan:
 class Tuning:
     """A sentence on what `bucket_cap_mb="auto"` predicted, measured and decided."""
 
-    story: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +226,13 @@ def _parse(content: dict[str, Any]) -> Line:
     if kind == "profile":
         return Profile.from_json(json.dumps(content))
     if kind == "run":
-        content["codecs"] = {name: Codec(**codec) for name, codec in content.get("codecs", {}).items()}
+        content["codecs"] = {name: Codec(**codec) for name, codec in content["codecs"].items()}
     if kind == "plan":
         content["buckets"] = [RecordedBucket(**bucket) for bucket in content["buckets"]]
     if kind == "step":
         content["spans"] = [Span(**span) for span in content["spans"]]
         content["buckets"] = [BucketTimes(**times) for times in content["buckets"]]
-        content["gathers"] = [GatherTimes(**times) for times in content.get("gathers", [])]
+        content["gathers"] = [GatherTimes(**times) for times in content["gathers"]]
     line: Line = _KINDS[kind](**content)
     return line
 
@@ -321,7 +321,7 @@ def _read_rank(path: Path, problems: list[str]) -> RankRecord | None:
             elif isinstance(line, Profile):
                 record.profile = line
             elif isinstance(line, Tuning):
-                record.tuning = line.story
+                record.tuning = line.text
             elif isinstance(line, OuterStepStats):
                 record.outer_steps.append(line)
             elif line.spans:

@@ -275,31 +275,6 @@ def metrics_of(steps: Sequence[Step], *, num_ranks: int) -> dict[str, float]:
     }
 
 
-class Sampling:
-    """Decides which recorded rounds are written; a round is the batches up to a step of one or several optimizers.
-
-    After 1,000 batches every second round is written, after 1,000 more every fourth, and so on: a file grows with the
-    logarithm of a run's length. Batches are counted, not bytes: all ranks must write the same steps.
-    """
-
-    def __init__(self, batches_per_portion: int = 1000) -> None:
-        self._batches_per_portion = batches_per_portion
-        self._num_rounds = 0
-        self._num_batches = 0
-        self._every = 1
-
-    def takes_next(self) -> bool:
-        """Count a round, and return whether to write it."""
-        self._num_rounds += 1
-        return self._num_rounds % self._every == 0
-
-    def add(self, num_batches: int) -> None:
-        """Count the batches of a round that was written."""
-        self._num_batches += num_batches
-        if self._num_batches >= self._batches_per_portion:
-            self._num_batches, self._every = 0, 2 * self._every
-
-
 class RecordFile:
     """The file of one rank in one fit, or none without a `folder`; replaces the file of an earlier fit.
 

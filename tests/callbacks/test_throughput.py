@@ -115,12 +115,26 @@ def test_throughput_is_of_all_ranks_and_of_training_alone_and_the_device_is_rare
     assert [rank.num_readings for rank in ranks] == [4 + 2] * 2
 
 
-def test_accumulated_batches_are_one_global_batch(tmp_path: Path) -> None:
-    rank_zero, _ = run_on_ranks(measure, directory=tmp_path, log_every_n_steps=2, accumulate_grad_batches=2)
-    # Five steps in an epoch; the sixth, which begins the second, is not measured.
-    assert set(rank_zero.logged) == {1, 3, 7, 9}
-    for values in rank_zero.logged.values():
-        assert values == {"global_batch_size": 16, "samples_per_second": 8}
+SHORT = (6 * 6 + 2) / 7
+
+
+@pytest.mark.parametrize(
+    ("options", "batch", "rates"),
+    [
+        # Accumulated batches are one. Five steps in an epoch; the sixth, which begins the second, is not measured.
+        ({"log_every_n_steps": 2, "accumulate_grad_batches": 2}, 16, {1: 8, 3: 8, 7: 8, 9: 8}),
+        # The checkpoint after step 9 ends a measurement; step 10 begins anew, and the value of step 5 is not repeated.
+        ({"log_every_n_steps": 5, "save_every": 9}, 8, {4: 8, 14: 8, 19: 8}),
+        # 40 samples per rank in batches of 3: 13, and a short last batch of 1.
+        ({"log_every_n_steps": 7, "batch_size": 3}, 6, {6: 6, 13: SHORT, 20: 6, 27: SHORT}),
+        # The size of the last batch is not known: the first of three batches in an epoch begins, one is measured.
+        ({"log_every_n_steps": 1, "batch_size": 2, "streams": True}, 4, {1: 4, 4: 4}),
+    ],
+)
+def test_samples_are_counted(options: dict[str, Any], batch: int, rates: dict[int, float], tmp_path: Path) -> None:
+    rank_zero, _ = run_on_ranks(measure, directory=tmp_path, **options)
+    assert {step: values.pop("samples_per_second") for step, values in rank_zero.logged.items()} == pytest.approx(rates)
+    assert list(rank_zero.logged.values()) == [{"global_batch_size": batch}] * len(rates)
 
 
 def test_checkpoints_and_validation_within_an_epoch_are_left_out(tmp_path: Path) -> None:
@@ -128,25 +142,6 @@ def test_checkpoints_and_validation_within_an_epoch_are_left_out(tmp_path: Path)
         measure, directory=tmp_path, log_every_n_steps=2, save_every=5, val_check_interval=3, limit_val_batches=1
     )
     assert {values["samples_per_second"] for values in rank_zero.logged.values()} == {8}
-
-
-def test_nothing_is_logged_where_nothing_was_measured(tmp_path: Path) -> None:
-    # The checkpoint after step 9 ends what was measured; step 10 begins anew, and the value of step 5 is not repeated.
-    rank_zero, _ = run_on_ranks(measure, directory=tmp_path, log_every_n_steps=5, save_every=9)
-    assert set(rank_zero.logged) == {4, 14, 19}
-
-
-def test_a_short_last_batch_counts_as_what_it_is(tmp_path: Path) -> None:
-    # 40 samples per rank in batches of 3: 13 and a rest of 1.
-    rank_zero, _ = run_on_ranks(measure, directory=tmp_path, batch_size=3, log_every_n_steps=7)
-    rates = [values["samples_per_second"] for values in rank_zero.logged.values()]
-    assert rates == pytest.approx([6, (6 * 6 + 2) / 7] * 2)
-
-
-def test_a_last_batch_of_unknown_size_is_not_guessed(tmp_path: Path) -> None:
-    rank_zero, _ = run_on_ranks(measure, directory=tmp_path, streams=True, batch_size=2, log_every_n_steps=1)
-    # Three batches in an epoch: the first begins, the second is measured.
-    assert rank_zero.logged == {step: {"global_batch_size": 4, "samples_per_second": 4} for step in (1, 4)}
 
 
 def test_efficiency_is_throughput_by_that_of_single_ranks_and_a_given_batch_size_counts(tmp_path: Path) -> None:

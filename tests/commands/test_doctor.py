@@ -22,7 +22,6 @@ from lightning_bucketddp.checkpoint.atomic_file import temporary_name
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.commands.doctor import (
     Diagnosis,
-    finding,
     host,
     network,
     observe,
@@ -39,8 +38,6 @@ from tests.support.programs import Program, no_process_left
 
 Capture = pytest.CaptureFixture[str]
 COMMAND = ["-m", "lightning_bucketddp.cli", "doctor"]
-# Where a hang would take minutes.
-AT_ONCE_S = 240  # also on a machine with much else to do; a time-out of NCCL or gloo takes longer
 
 
 def start(*programs: Program, directory: Path) -> list[tuple[int, str, str]]:
@@ -51,6 +48,7 @@ def start(*programs: Program, directory: Path) -> list[tuple[int, str, str]]:
             out, err = directory / f"{number}.out", directory / f"{number}.err"
             with out.open("w") as stdout, err.open("w") as stderr:
                 processes.append(program.start(variables=variables, cwd=directory, stdout=stdout, stderr=stderr))
+        # Enough on a busy machine; a time-out of NCCL or gloo takes longer.
         codes = [process.wait(timeout=240) for process in processes]
     return [
         (code, (directory / f"{n}.out").read_text(), (directory / f"{n}.err").read_text())
@@ -68,6 +66,14 @@ def examine_here(capsys: Capture, *arguments: object) -> tuple[int, dict[str, An
     """Exit status and JSON of a doctor that is alone in this process."""
     status = main(["doctor", "--processes", "1", "--json", *map(str, arguments)])
     return status, json.loads(capsys.readouterr().out)
+
+
+def only_error(capsys: Capture, *arguments: object) -> str:
+    """The one error that a doctor finds which is alone in this process."""
+    status, seen = examine_here(capsys, *arguments)
+    assert status == 1
+    [error] = said(seen["findings"], "error")
+    return error
 
 
 def said(findings: list[dict[str, str]], verdict: str) -> list[str]:
@@ -125,10 +131,8 @@ def test_torchrun_can_launch_it(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     """Everything else is examined all the same."""
-    began = time.monotonic()
     arguments = ["--timeout", "1", "--json", "--checkpoints", str(tmp_path)]
     [(status, printed, _)] = start(launched(0, *arguments, port=own_port()), directory=tmp_path)
-    assert time.monotonic() - began < AT_ONCE_S
     assert status == 1
     findings = json.loads(printed)["findings"]
     # On a busy machine half a second may be too little for a look at a directory, which is an error as well.
@@ -147,11 +151,8 @@ def test_a_rank_that_comes_and_is_silent_does_not_hold_it_up(tmp_path: Path) -> 
         Rendezvous(point, timeout_s=60).meet(listener=None, find_failure=lambda: None)
         time.sleep(6)
     """.replace("{port}", str(port))
-    began = time.monotonic()
-    arguments = ["--timeout", "3", "--json"]
-    programs = [launched(0, *arguments, port=port), Program(["-c", silent])]
+    programs = [launched(0, "--timeout", "3", "--json", port=port), Program(["-c", silent])]
     [(status, printed, _), _] = start(*programs, directory=tmp_path)
-    assert time.monotonic() - began < AT_ONCE_S
     assert status == 1
     [error] = said(json.loads(printed)["findings"], "error")
     assert error.startswith("Ranks met, but cannot talk to each other: ")
@@ -187,6 +188,7 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
     assert status == 1
     talking, setting = said(seen["findings"], "error")
     assert talking.startswith("Ranks met, but cannot talk to each other: ")
+    assert not dist.distributed_c10d._world.pg_map
     assert setting.startswith("GLOO_SOCKET_IFNAME=nosuch0, but there is no such interface. Set it to one of ")
 
 
@@ -198,38 +200,22 @@ def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pr
     return ProbeGroup(store=point, is_spawned=True)
 
 
-def is_destroyed() -> bool:
-    """Whether torch has nothing left of any process group; one that it has forgotten only warns when Python ends."""
-    return not dist.is_initialized() and not dist.distributed_c10d._world.pg_map
-
-
-@pytest.mark.parametrize("error", [None, RuntimeError("lost"), KeyboardInterrupt(), ValueError("a bug")], ids=repr)
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt(), ValueError("a bug")], ids=repr)
 def test_no_process_group_is_left(alone: ProbeGroup, error: BaseException | None) -> None:
     with pytest.raises(type(error)) if error else nullcontext(), alone.join(timeout_s=20) as (hosts, _):
         assert hosts.gather_json(1) == [1]
         if error is not None:
             raise error
-    assert is_destroyed()
-
-
-def test_no_process_group_is_left_that_cannot_be_used(alone: ProbeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_device: object, **_: object) -> None:
-        raise RuntimeError("no average")
-
-    monkeypatch.setattr(finding, "Collectives", fail)
-    with pytest.raises(RuntimeError, match="no average"), alone.join(timeout_s=20):
-        pass
-    assert is_destroyed()
+    # One that torch has forgotten only warns when Python ends.
+    assert not dist.is_initialized()
+    assert not dist.distributed_c10d._world.pg_map
 
 
 def test_a_process_group_in_use_is_not_waited_for(alone: ProbeGroup) -> None:
-    try:
-        told = r"talking did not end within 0\.01 s"
-        with pytest.raises(NeverEnded, match=told), alone.join(timeout_s=20):
-            within(0.01, lambda: time.sleep(1), what="talking")
-        assert dist.is_initialized()
-    finally:
-        dist.destroy_process_group()
+    expected = r"talking did not end within 0\.01 s"
+    with pytest.raises(NeverEnded, match=expected), alone.join(timeout_s=20):
+        within(0.01, lambda: time.sleep(1), what="talking")
+    dist.destroy_process_group()
 
 
 def test_a_process_group_that_cannot_be_left_is_not_waited_for(
@@ -254,12 +240,8 @@ def test_a_port_in_use_is_found(monkeypatch: pytest.MonkeyPatch, capsys: Capture
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
-        status, seen = examine_here(capsys)
-    assert status == 1
-    [error] = said(seen["findings"], "error")
-    assert error.startswith(
-        f"Rank 0 cannot listen at MASTER_PORT={port}: Address already in use. Set it to a free port"
-    )
+        error = only_error(capsys)
+    assert error.startswith(f"Rank 0 cannot listen at MASTER_PORT={port}: Address already in use. Set it to a free")
     status, seen = examine_here(capsys)
     assert status == 0
     assert f"MASTER_PORT={port} is free. " in said(seen["findings"], "ok")
@@ -269,15 +251,10 @@ def test_too_few_open_files_are_found(capsys: Capture) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
     try:
-        status, seen = examine_here(capsys)
+        error = only_error(capsys)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert status == 1
-    [error] = said(seen["findings"], "error")
-    expected = (
-        "A process may open only 200 files; with 1 rank each needs about 262. Raise it before the start: `ulimit -n"
-    )
-    assert error.startswith(expected)
+    assert error.startswith("A process may open only 200 files; with 1 rank each needs about 262. Raise it before the")
 
 
 def test_a_small_shared_memory_is_found(tmp_path: Path) -> None:
@@ -299,38 +276,30 @@ def test_warnings_fail_if_they_are_to(monkeypatch: pytest.MonkeyPatch, capsys: C
 # --- The directory for checkpoints
 
 
-def examine_directory(capsys: Capture, directory: Path) -> str:
-    """The one error that is found there."""
-    status, seen = examine_here(capsys, "--checkpoints", directory)
-    assert status == 1
-    [error] = said(seen["findings"], "error")
-    return error
-
-
 def test_a_full_and_a_read_only_disk_are_found(capsys: Capture) -> None:
     with small_disk(num_bytes=8 * MIB) as disk:
         full = f"A checkpoint cannot be written to {disk.path}: No space left on device. Make room there,"
-        assert examine_directory(capsys, disk.path).startswith(full)
+        assert only_error(capsys, "--checkpoints", disk.path).startswith(full)
         assert list(disk.path.iterdir()) == []
         disk.make_read_only()
-        assert "Read-only file system" in examine_directory(capsys, disk.path)
+        assert "Read-only file system" in only_error(capsys, "--checkpoints", disk.path)
 
 
 def test_a_directory_of_others_and_what_it_hides_are_errors(capsys: Capture) -> None:
     with forbidden_directory() as directory:
         with not_as_root():
-            assert "Permission denied" in examine_directory(capsys, directory)
+            assert "Permission denied" in only_error(capsys, "--checkpoints", directory)
         (directory / "inner").mkdir()
         directory.chmod(0)
         with not_as_root():
-            error = examine_directory(capsys, directory / "inner")
+            error = only_error(capsys, "--checkpoints", directory / "inner")
         directory.chmod(0o755)
         (directory / "inner").rmdir()
     assert error.startswith(f"There is no directory {directory}/inner.")
 
 
 def test_a_missing_directory_is_found_and_not_made(tmp_path: Path, capsys: Capture) -> None:
-    error = examine_directory(capsys, tmp_path / "missing")
+    error = only_error(capsys, "--checkpoints", tmp_path / "missing")
     assert error.startswith(f"There is no directory {tmp_path}/missing. Check the name, and that its disk is mounted;")
     assert list(tmp_path.iterdir()) == []
 
@@ -419,8 +388,8 @@ def test_infiniband_and_the_links_of_gpus_count_for_nccl(this_rank: dict[str, An
         observed["network"]["infiniband_gbit"] = 400.0
     assert network.expect_all_reduce(ranks, measurement(1e9), backend="NCCL")["bytes_per_s"] == 50e9
     assert network.expect_all_reduce(ranks, measurement(1e9), backend="gloo")["bytes_per_s"] == 1.25e9
-    known = copy.deepcopy(this_rank)
-    known["gpus"]["link_bytes_per_s"] = {"value": 450e9, "origin": "18 NVLinks"}
+    links = {"link_bytes_per_s": {"value": 450e9, "origin": "18 NVLinks"}}
+    known = {**this_rank, "gpus": {**this_rank["gpus"], **links}}
     expected = network.expect_all_reduce([known], measurement(1e9), backend="NCCL")
     assert (expected["bytes_per_s"], expected["origin"]) == (450e9, "18 NVLinks")
     findings = network.judge_all_reduce([this_rank], measurement(1e9), backend="NCCL")
@@ -486,13 +455,9 @@ def test_settings_that_cost_speed_are_named(this_rank: dict[str, Any]) -> None:
         "NCCL_IB_DISABLE=1 on host1",
     ]
     assert "NCCL_SOCKET_IFNAME=eth on host0: eth7." in texts(network.judge_network(ranks), Severity.OK)
-
-
-def test_what_bucketddp_sets_itself_is_said(this_rank: dict[str, Any]) -> None:
-    ranks = two_hosts(this_rank)
     for observed in ranks:
         observed["gpus"]["devices"] = [{"name": "A10", "free_mib": 1, "total_mib": 1}]
-        observed["network"]["uses_sockets_untuned"] = True
+        observed["network"] |= {"uses_sockets_untuned": True, "settings": {}}
     [note] = texts(network.judge_network(ranks), Severity.NOTE)
     assert "`bucketddp` sets NCCL_NSOCKS_PERTHREAD=4 NCCL_SOCKET_NTHREADS=2" in note
 
@@ -502,11 +467,9 @@ def test_limits_are_judged_by_what_is_needed(this_rank: dict[str, Any]) -> None:
     ranks[0]["network"]["infiniband_gbit"] = 200.0
     ranks[0]["resources"] |= {"locked_memory": 64 * 1024, "shared_memory": None}
     ranks[1]["resources"] |= {"processes": 100, "memory_available": 1000, "cores": 0, "open_files": 1024}
-    errors = texts(host.judge_limits(ranks), Severity.ERROR)
-    assert errors[0].startswith(
-        "Locked memory is limited to 0.0625 MiB on host0, and InfiniBand needs as much as it can"
-    )
-    assert errors[1].startswith("There is no /dev/shm on host0, which data workers hand batches through.")
+    locked, shared = texts(host.judge_limits(ranks), Severity.ERROR)
+    assert locked.startswith("Locked memory is limited to 0.0625 MiB on host0, and InfiniBand needs as much as it can")
+    assert shared.startswith("There is no /dev/shm on host0, which data workers hand batches through.")
     files, processes, cores, memory = texts(host.judge_limits(ranks[1:]), Severity.WARNING)
     assert files.startswith("A process may open only 1,024 files: with many data workers that may not be enough.")
     assert processes.startswith("This user may start only 100 processes and threads.")
@@ -527,8 +490,7 @@ def test_directories_that_are_slow_small_or_not_shared_are_named(this_rank: dict
 
 
 def test_a_machine_without_lightning_is_told(this_rank: dict[str, Any]) -> None:
-    observed = copy.deepcopy(this_rank)
-    observed["software"] |= {"versions": {"torch": "2.5"}, "backends": []}
+    observed = {**this_rank, "software": {"versions": {"torch": "2.5"}, "backends": []}}
     assert len(texts(host.judge_software([observed]), Severity.ERROR)) == 2
 
 
@@ -557,11 +519,7 @@ ADDRESS = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
         ("--timeout nan", {}, "--timeout must be a positive number of seconds, got nan."),
         ("", PLACE, "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT:"),
         ("", PLACE | ADDRESS | {"RANK": "x"}, "RANK, WORLD_SIZE, MASTER_PORT and LOCAL_RANK must be numbers: "),
-        (
-            "--processes 2",
-            PLACE | ADDRESS,
-            "--processes is for a start without a launcher, but RANK and WORLD_SIZE are",
-        ),
+        ("--processes 2", PLACE | ADDRESS, "--processes is for a start without a launcher, but RANK and WORLD_SIZE"),
     ],
 )
 def test_wrong_use_is_one_line(

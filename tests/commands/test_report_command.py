@@ -29,20 +29,15 @@ def test_a_page_and_a_trace_are_written_and_opened(tmp_path: Path) -> None:
     assert opened.read_text().strip() == page.as_uri()
 
 
-def test_missing_ranks_are_told_and_the_others_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = Recording(num_ranks=3).write(tmp_path)
+def test_missing_ranks_and_mistakes_are_answered_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"bucketddp report: No rank has left a record in {tmp_path}")
+    folder = Recording(num_ranks=3).write(tmp_path / FOLDER)
     path_of(folder, 1).unlink()
     assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("Read 2 ranks and 5 steps")
     assert printed.err == "Note: Of 3 ranks, these are missing: 1.\n"
-    assert not (tmp_path / "trace.json").exists()
-
-
-def test_mistakes_are_answered_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"bucketddp report: No rank has left a record in {tmp_path}")
-    folder = Recording().write(tmp_path / FOLDER)
     nowhere = tmp_path / "no" / "page.html"
     assert main(["report", str(folder), "--output", str(nowhere)]) == 2
     assert str(nowhere) in capsys.readouterr().err

@@ -87,6 +87,12 @@ def tip(driver: Chrome) -> str:
     return text(driver, "#tip")
 
 
+def with_plan(record: RecordedRun, *buckets: RecordedBucket, **changes: Any) -> RecordedRun:
+    """The record with this plan, and other changes to what rank 0 has written."""
+    first = replace(record.first, plans={1: RecordedPlan(1, buckets)}, **changes)
+    return replace(record, ranks={**record.ranks, 0: first})
+
+
 def all_of(driver: Chrome, selector: str) -> list[WebElement]:
     return driver.find_elements(By.CSS_SELECTOR, selector)
 
@@ -125,11 +131,9 @@ def test_the_head_says_what_run_it_was(page: Chrome) -> None:
 def test_the_suggestions_are_those_of_the_summary(driver: Chrome, record: RecordedRun, tmp_path: Path) -> None:
     show(driver, record, tmp_path)
     items = [item.text for item in all_of(driver, "#suggestions li")]
-    assert len(items) == 2
-    assert items[0].startswith("rank 2 on node0 makes the others wait 15.00 ms, most of it in backward (10.00 ms): ")
-    assert items[1].startswith(
-        "accumulate_grad_batches=2, with twice the global batch, would halve the 6.49 ms that rank 2"
-    )
+    slow, accumulate = items
+    assert slow.startswith("rank 2 on node0 makes the others wait 15.00 ms, most of it in backward (10.00 ms): ")
+    assert accumulate.startswith("accumulate_grad_batches=2, with twice the global batch, would halve the 6.49 ms that")
     assert text(driver, "#suggestions code") == "accumulate_grad_batches=2"
     alike = {rank: replace(record.ranks[0], run=ours.run) for rank, ours in record.ranks.items()}
     for ours in alike.values():
@@ -174,14 +178,11 @@ def test_every_rank_has_its_bars_where_its_times_are(page: Chrome) -> None:
     joined = start + float(paler.partition("%")[0]) / 100 * (end - start)
     assert joined == pytest.approx(share(TRUE[2].buckets[0].launched_s), abs=2e-3)
     assert bars(page, 2, ".meeting") == []
-
-
-def test_the_axis_counts_milliseconds(page: Chrome) -> None:
-    marks = {span.text: span.rect["x"] for span in all_of(page, "#axis span")}
+    # The axis counts milliseconds.
+    labels = {span.text: span.rect["x"] for span in all_of(page, "#axis span")}
     tracks = all_of(page, ".tracks")[0].rect
-    length_ms = 1e3 * (END_S - START_S)
-    assert marks["0 ms"] == pytest.approx(tracks["x"], abs=1)
-    assert marks["40"] == pytest.approx(tracks["x"] + 40 / length_ms * tracks["width"], abs=1.5)
+    at_40_ms = tracks["x"] + 0.04 / (END_S - START_S) * tracks["width"]
+    assert (labels["0 ms"], labels["40"]) == (pytest.approx(tracks["x"], abs=1), pytest.approx(at_40_ms, abs=1.5))
 
 
 # By how many pixels labels reach beyond what holds them, and the page beyond the window, at most.
@@ -265,10 +266,8 @@ def test_every_rank_has_a_colour_of_its_own(driver: Chrome, tmp_path: Path) -> N
         prefer_colour_scheme(driver, scheme)
         strokes = [line.value_of_css_property("stroke") for line in all_of(driver, "#own-plot .curve")]
         assert len(set(strokes)) == 12
-    by_rank = {
-        line.get_attribute("data-rank"): line.value_of_css_property("stroke")
-        for line in all_of(driver, "#own-plot .curve")
-    }
+    curves = all_of(driver, "#own-plot .curve")
+    by_rank = {line.get_attribute("data-rank"): line.value_of_css_property("stroke") for line in curves}
     entries = all_of(driver, "#history-legend li")
     assert [entry.text for entry in entries] == [f"rank {rank}" for rank in range(12)]
     for rows in (entries, all_of(driver, "#ranks tr")[1:]):
@@ -315,8 +314,7 @@ def test_the_slow_rank_stands_out(page: Chrome) -> None:
 
 def test_the_plan_is_drawn_to_scale(driver: Chrome, record: RecordedRun, tmp_path: Path) -> None:
     buckets = [RecordedBucket(["big.weight", "big.bias"], [3 * 2**20, 2**20]), RecordedBucket(["small"], [2**20])]
-    first = replace(record.first, plans={1: RecordedPlan(1, buckets)})
-    show(driver, replace(record, ranks={**record.ranks, 0: first}), tmp_path)
+    show(driver, with_plan(record, *buckets), tmp_path)
     big, small = (box.rect["width"] for box in all_of(driver, ".bucket"))
     assert big / small == pytest.approx(4, rel=0.01)
     weight, bias, _ = (strip.rect["width"] for strip in all_of(driver, ".strip"))
@@ -329,8 +327,7 @@ def test_the_plan_is_drawn_to_scale(driver: Chrome, record: RecordedRun, tmp_pat
 def plan_of(driver: Chrome, record: RecordedRun, folder: Path, sizes: list[int]) -> list[WebElement]:
     """The boxes of a plan whose buckets have these sizes."""
     buckets = [RecordedBucket([f"{index}.weight"], [size]) for index, size in enumerate(sizes)]
-    first = replace(record.first, plans={1: RecordedPlan(1, buckets)})
-    show(driver, replace(record, ranks={**record.ranks, 0: first}), folder)
+    show(driver, with_plan(record, *buckets), folder)
     return all_of(driver, ".bucket")
 
 
@@ -376,8 +373,7 @@ def test_without_a_profile_the_sizes_are_predicted_from_the_buckets(
 ) -> None:
     different = [replace(RECORDING.plan.buckets[0], sizes=[2**18, 1, 1]), *RECORDING.plan.buckets[1:]]
     for buckets, is_known in ((different, True), (RECORDING.plan.buckets, False)):
-        first = replace(record.first, profile=None, plans={1: RecordedPlan(1, buckets)})
-        show(driver, replace(record, ranks={**record.ranks, 0: first}), tmp_path)
+        show(driver, with_plan(record, *buckets, profile=None), tmp_path)
         assert driver.get_log("browser") == []
         assert len(all_of(driver, "#sizes-plot .current")) == is_known
         assert driver.find_element(By.ID, "sizes-plot").is_displayed() == is_known
@@ -387,16 +383,6 @@ def test_without_a_profile_the_sizes_are_predicted_from_the_buckets(
 
 
 # --- What it does
-
-
-def test_the_slider_changes_the_step_by_keys(page: Chrome) -> None:
-    assert text(page, "#step-number") == "40 (5 of 5)"
-    slider = page.find_element(By.ID, "step")
-    slider.send_keys(Keys.ARROW_LEFT)
-    assert text(page, "#step-number") == "30 (4 of 5)"
-    slider.send_keys(Keys.HOME)
-    assert text(page, "#step-number") == "0 (1 of 5)"
-    assert slider.get_attribute("aria-valuetext") == "step 0"
 
 
 def test_steps_differ_as_they_were_recorded(driver: Chrome, record: RecordedRun, tmp_path: Path) -> None:
@@ -441,8 +427,15 @@ def test_bars_can_be_read_with_the_keyboard(page: Chrome) -> None:
     assert tip(page).startswith("bucket 0, rank 0")
     press(page, Keys.ESCAPE)
     assert tip(page) == ""
-    # From the slider, Tab leads over the buttons to the lanes.
-    page.find_element(By.ID, "step").send_keys(Keys.TAB, Keys.TAB)
+    # From the slider, which changes the step, Tab leads over the buttons to the lanes.
+    assert text(page, "#step-number") == "40 (5 of 5)"
+    slider = page.find_element(By.ID, "step")
+    slider.send_keys(Keys.ARROW_LEFT)
+    assert text(page, "#step-number") == "30 (4 of 5)"
+    slider.send_keys(Keys.HOME)
+    assert text(page, "#step-number") == "0 (1 of 5)"
+    assert slider.get_attribute("aria-valuetext") == "step 0"
+    slider.send_keys(Keys.TAB, Keys.TAB)
     assert page.switch_to.active_element.get_attribute("id") == "slowest-rank"
 
 
@@ -456,9 +449,8 @@ def test_zooming_in_and_out(page: Chrome) -> None:
     # Drag over the right half.
     tracks = all_of(page, ".tracks")[0]
     half = tracks.rect["width"] / 2
-    ActionChains(page, duration=0).move_to_element(tracks).click_and_hold().move_by_offset(
-        half - 1, 0
-    ).release().perform()
+    drag = ActionChains(page, duration=0).move_to_element(tracks).click_and_hold()
+    drag.move_by_offset(half - 1, 0).release().perform()
     assert page.find_element(By.ID, "zoom-all").is_enabled()
     (wait,) = bars(page, 0, ".exposed")
     exposed = TRUE[0].spans[3]
@@ -474,18 +466,15 @@ def test_nothing_is_loaded_from_anywhere(page: Chrome, tmp_path: Path) -> None:
     assert page.execute_script("return performance.getEntriesByType('resource').length") == 0
     source = (tmp_path / "report.html").read_text()
     assert not re.search(r"https?:|@import|\burl\(|\bsrc=|\bhref=|\bfetch\(|XMLHttpRequest", source)
-    refused: Any = page.execute_async_script(
-        "fetch('data:,x').then(() => arguments[0](false), () => arguments[0](true))"
-    )
-    assert refused
+    fetch = "fetch('data:,x').then(() => arguments[0](false), () => arguments[0](true))"
+    assert page.execute_async_script(fetch)
     assert len(page.get_log("browser")) > 0  # the browser's word about it
 
 
 def test_names_from_peoples_code_are_text(driver: Chrome, record: RecordedRun, tmp_path: Path) -> None:
     name = '</script><img src=x onerror="document.title=1">/* scripts */'
-    plan = RecordedPlan(1, [RecordedBucket([name], [4])])
-    first = replace(record.first, run=replace(record.first.run, host=name), plans={1: plan})
-    show(driver, replace(record, ranks={**record.ranks, 0: first}), tmp_path)
+    run = replace(record.first.run, host=name)
+    show(driver, with_plan(record, RecordedBucket([name], [4]), run=run), tmp_path)
     assert all_of(driver, "img") == []
     hover(driver, all_of(driver, ".strip")[0])
     assert tip(driver).startswith(name)

@@ -44,17 +44,8 @@ def test_one_rank_belongs_to_no_line_through_the_others() -> None:
 
 @pytest.mark.long
 def test_the_command_measures_against_everything(tmp_path: Path) -> None:
-    options: list[str | Path] = [
-        "--repetitions",
-        "1",
-        "--steps",
-        "1",
-        "--settle",
-        "2",
-        "--json",
-        tmp_path / "found.json",
-    ]
-    command: list[str | Path] = ["-m", "benchmarks.scaling", *SMALLEST, *options]
+    options = ["--repetitions", "1", "--steps", "1", "--settle", "2", "--json", str(tmp_path / "found.json")]
+    command = ["-m", "benchmarks.scaling", *SMALLEST, *options]
     finished = run(*command, root="lightning.pytorch", directory=tmp_path, cwd=REPOSITORY)
     assert finished.returncode == 0, finished.output
     tables = finished.results["found"]["tables"]
@@ -62,7 +53,5 @@ def test_the_command_measures_against_everything(tmp_path: Path) -> None:
     # Each twice: in all, and for each unit.
     assert [list(table["rows"]) for table in tables[::2]] == [["4", "8"], ["1"], ["2", "64"], ["2"]]
     assert [list(table["rows"]) for table in tables[1::2]] == [["4", "8"], ["1"], ["2", "64"], ["2"]]
-    samples = tables[0]["samples"]
-    assert all(
-        len(samples[f"{size} {name}"]) == 1 for size in (4, 8) for name in ("no communication", "bucketddp", "ddp")
-    )
+    variants = ("no communication", "bucketddp", "ddp")
+    assert all(len(tables[0]["samples"][f"{size} {name}"]) == 1 for size in (4, 8) for name in variants)

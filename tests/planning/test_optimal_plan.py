@@ -167,9 +167,5 @@ def test_what_never_arrived_or_is_sparse_is_placed_as_ever() -> None:
         BucketSpec((4,), sparse=True),
         BucketSpec((3, 5)),
     ]
-
-
-def test_nothing_arrived() -> None:
-    specs = [ParameterSpec("a", 4, "float32"), ParameterSpec("b", 4, "float32")]
-    profile = Profile(specs, [], backward_s=1.0, cost=AllReduceCost(1.0, 1.0), num_ranks=2)
-    assert optimal_plan(profile) == [BucketSpec((0, 1))]
+    nothing_arrived = replace(profile, specs=specs[2:4], ready_s=[])
+    assert optimal_plan(nothing_arrived) == [BucketSpec((0, 1))]

@@ -19,8 +19,8 @@ from lightning_bucketddp.planning.plan import (
 from tests.support.cases import for_each
 
 
-def specs(*sizes: int, kind: str = "float32") -> list[ParameterSpec]:
-    return [ParameterSpec(f"p{i}", num_bytes=size, kind=kind) for i, size in enumerate(sizes)]
+def specs(*sizes: int) -> list[ParameterSpec]:
+    return [ParameterSpec(f"p{i}", num_bytes=size, kind="float32") for i, size in enumerate(sizes)]
 
 
 def members(plan: list[BucketSpec]) -> list[tuple[int, ...]]:
@@ -31,32 +31,25 @@ def uniform(cap: int) -> BucketCaps:
     return BucketCaps(by_position=(cap,), last=None)
 
 
-def test_a_bucket_is_closed_by_the_parameter_that_no_longer_fits() -> None:
-    plan = plan_buckets(specs(4, 4, 4, 4, 4), arrived=[4, 3, 2, 1, 0], missing=[], caps=uniform(8))
-    assert members(plan) == [(4, 3), (2, 1), (0,)]
-
-
-def test_a_parameter_larger_than_the_cap_has_a_bucket_of_its_own() -> None:
-    plan = plan_buckets(specs(2, 100, 2, 2), arrived=[0, 1, 2, 3], missing=[], caps=uniform(8))
-    assert members(plan) == [(0,), (1,), (2, 3)]
-
-
-def test_a_list_of_caps_holds_bucket_by_bucket_and_its_last_value_for_the_rest() -> None:
-    caps = BucketCaps(by_position=(2, 6), last=None)
-    plan = plan_buckets(specs(*[2] * 8), arrived=range(8), missing=[], caps=caps)
-    assert members(plan) == [(0,), (1, 2, 3), (4, 5, 6), (7,)]
-
-
-def test_first_and_last_bucket_are_small() -> None:
-    caps = BucketCaps(by_position=(2, 100), last=2)
-    plan = plan_buckets(specs(*[2] * 6), arrived=range(6), missing=[], caps=caps)
-    assert members(plan) == [(0,), (1, 2, 3, 4), (5,)]
-
-
-def test_a_last_parameter_larger_than_the_last_cap_leaves_alone() -> None:
-    caps = BucketCaps(by_position=(100,), last=2)
-    plan = plan_buckets(specs(2, 2, 50), arrived=[0, 1, 2], missing=[], caps=caps)
-    assert members(plan) == [(0, 1), (2,)]
+@for_each(
+    ("sizes", "arrived", "missing", "caps", "expected"),
+    [
+        # A parameter that no longer fits closes a bucket; one that is larger than the cap has a bucket of its own.
+        ([4] * 5, [4, 3, 2, 1, 0], [], uniform(8), [(4, 3), (2, 1), (0,)]),
+        ([2, 100, 2, 2], range(4), [], uniform(8), [(0,), (1,), (2, 3)]),
+        # A list of caps holds bucket by bucket, and its last value for the rest.
+        ([2] * 8, range(8), [], BucketCaps((2, 6), last=None), [(0,), (1, 2, 3), (4, 5, 6), (7,)]),
+        # The first and the last bucket are small; a last parameter larger than the last cap leaves alone.
+        ([2] * 6, range(6), [], BucketCaps((2, 100), last=2), [(0,), (1, 2, 3, 4), (5,)]),
+        ([2, 2, 50], range(3), [], BucketCaps((100,), last=2), [(0, 1), (2,)]),
+        # Parameters that did not arrive come last, in buckets of their own.
+        ([1] * 4, [3, 1], [2, 0], uniform(100), [(3, 1), (2, 0)]),
+    ],
+)
+def test_buckets_are_filled_in_the_order_of_arrival_up_to_their_caps(
+    sizes: list[int], arrived: list[int], missing: list[int], caps: BucketCaps, expected: list[tuple[int, ...]]
+) -> None:
+    assert members(plan_buckets(specs(*sizes), arrived=arrived, missing=missing, caps=caps)) == expected
 
 
 def test_buckets_hold_one_kind_and_leave_when_their_last_member_has_arrived() -> None:
@@ -65,28 +58,17 @@ def test_buckets_hold_one_kind_and_leave_when_their_last_member_has_arrived() ->
     assert members(plan) == [(0, 2), (1, 3), (4,), (5,)]
 
 
-def test_parameters_that_did_not_arrive_come_last_and_apart() -> None:
-    plan = plan_buckets(specs(1, 1, 1, 1), arrived=[3, 1], missing=[2, 0], caps=uniform(100))
-    assert members(plan) == [(3, 1), (2, 0)]
-
-
-def test_sparse_gradients_travel_alone_and_before_a_bucket_that_carries_the_flags() -> None:
-    params = [*specs(4, 4), ParameterSpec("embedding", 4, "float32", sparse=True)]
-    plan = plan_buckets(params, arrived=[2, 0, 1], missing=[], caps=uniform(100))
-    assert plan == [BucketSpec((2,), sparse=True), BucketSpec((0, 1))]
-
-
-@pytest.mark.parametrize("large", [{"sparse": True}, {"alone": True}], ids=str)
-def test_a_bucket_that_is_not_small_does_not_wait_to_carry_the_flags(large: dict[str, Any]) -> None:
-    params = [*specs(2**20 + 1), ParameterSpec("last", 4, "float32", **large)]
-    plan = plan_buckets(params, arrived=[0, 1], missing=[], caps=uniform(2**21))
-    assert plan == [BucketSpec((0,)), BucketSpec((1,), **large), BucketSpec(())]
-
-
-def test_a_large_gradient_travels_alone_and_the_others_fill_their_bucket_around_it() -> None:
-    params = [*specs(4, 4, 4), ParameterSpec("large", 50, "float32", alone=True)]
+@for_each("kind", [{"sparse": True}, {"alone": True}])
+def test_sparse_and_large_gradients_travel_alone_and_before_a_small_bucket_that_carries_the_flags(
+    kind: dict[str, Any],
+) -> None:
+    # The other gradients fill their bucket around it; one that is not small does not wait to carry the flags.
+    params = [*specs(4, 4, 4), ParameterSpec("other", 50, "float32", **kind)]
     plan = plan_buckets(params, arrived=[0, 3, 1, 2], missing=[], caps=uniform(100))
-    assert plan == [BucketSpec((3,), alone=True), BucketSpec((0, 1, 2))]
+    assert plan == [BucketSpec((3,), **kind), BucketSpec((0, 1, 2))]
+    params = [*specs(2**20 + 1), ParameterSpec("last", 4, "float32", **kind)]
+    plan = plan_buckets(params, arrived=[0, 1], missing=[], caps=uniform(2**21))
+    assert plan == [BucketSpec((0,)), BucketSpec((1,), **kind), BucketSpec(())]
 
 
 @for_each("sizes", [list(s) for s in itertools.product([1, 3, 9], repeat=4)])
@@ -113,14 +95,11 @@ def test_what_travels_is_checked() -> None:
         ReducerConfig(reduce_dtype="bf16", comm_hook=print)
 
 
-def test_a_number_means_that_size_with_small_edges() -> None:
+def test_a_number_means_that_size_with_small_edges_and_a_list_exactly_that() -> None:
     assert ReducerConfig(bucket_cap_mb=None).caps == BucketCaps((MIB, 25 * MIB), last=MIB)
     assert ReducerConfig(bucket_cap_mb="auto").caps == ReducerConfig().caps == ReducerConfig(bucket_cap_mb=25).caps
     assert ReducerConfig(bucket_cap_mb=40).caps == BucketCaps((MIB, 40 * MIB), last=MIB)
     assert ReducerConfig(bucket_cap_mb=0.5).caps == BucketCaps((MIB // 2, MIB // 2), last=MIB // 2)
-
-
-def test_a_list_means_exactly_that() -> None:
     assert ReducerConfig(bucket_cap_mb=[3, 20.5]).caps == BucketCaps((3 * MIB, 20 * MIB + MIB // 2), last=None)
 
 
@@ -168,14 +147,6 @@ def test_the_largest_goes_to_whom_has_least() -> None:
     # What comes later fills up.
     assert balance([1, 1, 5], loads) == [1, 0, 2]
     assert loads == [11, 10, 13]
-
-
-def test_no_rank_has_more_than_its_part_and_one_more() -> None:
-    sizes = [(7 * i) % 31 + 1 for i in range(50)]
-    loads = [0] * 4
-    balance(sizes, loads)
-    assert sum(loads) == sum(sizes)
-    assert max(loads) <= sum(sizes) / 4 + max(sizes)
 
 
 def test_buckets_of_two_plans_leave_when_their_last_trained_member_has_arrived() -> None:

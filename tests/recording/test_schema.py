@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,36 +46,14 @@ LINES: list[Line] = [
 ]
 
 
-def write_lines(path: Path) -> None:
+def test_what_was_written_is_read_but_for_a_line_that_a_killed_process_left(tmp_path: Path) -> None:
+    path = path_of(tmp_path, rank=0)
     with path.open("w") as file:
         for line in LINES:
             write(line, file)
-
-
-def test_what_was_written_is_read(tmp_path: Path) -> None:
-    path = path_of(tmp_path, rank=0)
-    write_lines(path)
     assert list(read(path)) == LINES
-
-
-def test_a_line_that_a_killed_process_left_is_ignored(tmp_path: Path) -> None:
-    path = path_of(tmp_path, rank=0)
-    write_lines(path)
     path.write_text(path.read_text()[:-5])
     assert list(read(path)) == LINES[:-1]
-
-
-def test_what_was_written_before_there_was_sharding_is_read(tmp_path: Path) -> None:
-    path = path_of(tmp_path, rank=0)
-    with path.open("w") as file:
-        for line in LINES[:3]:
-            write(line, file)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines[2].pop("gathers") == []
-    for bucket in lines[1]["buckets"]:
-        assert (bucket.pop("sharded"), bucket.pop("collective")) == (False, "all-reduce")
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert list(read(path)) == LINES[:3]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import count
 
 import pytest
 import torch
 
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.recording.schema import BucketTimes, Span, Step, bandwidth_of
+from lightning_bucketddp.recording.schema import Step
 from lightning_bucketddp.recording.writer import StepRecorder, metrics_of, step_of
 from lightning_bucketddp.reducer.observer import Axis, Clock, ReducerStats
 from lightning_bucketddp.sharding.shards import ShardOption
+from tests.recording.test_schema import STEP
 from tests.support.cases import for_each
 from tests.support.jobs.recording import (
     CONFIGS,
@@ -141,31 +143,12 @@ def test_an_axis_that_moves_tells_the_same_time() -> None:
     assert axis.seconds(start + 3000.25) == pytest.approx(origin + 3000.25, abs=0.05)
 
 
-STEPS = [
-    Step(
-        step,
-        plan=step,
-        spans=[
-            Span("forward", 0.0, 1.0),
-            Span("backward", 1.0, 3.0),
-            Span("exposed", 3.0, 3.5),
-            Span("optimizer", 4, 5),
-        ],
-        buckets=[BucketTimes(1.5, 1.5, 2.5), BucketTimes(2.0, 2.0, 3.5)],
-        bytes_on_wire=MIB * step,
-        num_unused=step,
-    )
-    for step in (1, 3)
-]
-
-
 def test_what_is_logged_are_means() -> None:
-    assert STEPS[0].step_s == 4.5
     # Two seconds of communication; of four ranks each link carries 1.5 times the bytes.
-    assert bandwidth_of(STEPS[0].bytes_on_wire, STEPS[0].communication_s, num_ranks=4) == 0.75 * MIB
-    assert bandwidth_of(STEPS[0].bytes_on_wire, STEPS[0].communication_s, num_ranks=1) == 0
-    assert metrics_of(STEPS, num_ranks=4) == {
-        "step_ms": 4500,
+    steps = [replace(STEP, plan=n, bytes_on_wire=MIB * n, num_unused=n) for n in (1, 3)]
+    assert metrics_of(steps, num_ranks=1)["bandwidth_gbit_s"] == 0
+    assert metrics_of(steps, num_ranks=4) == {
+        "step_ms": 4000,
         "communication_ms": 2000,
         "exposed_ms": 500,
         "overlap_pct": 75,

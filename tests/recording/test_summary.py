@@ -22,11 +22,10 @@ from lightning_bucketddp.recording.schema import (
     Span,
     Step,
     path_of,
-    read,
 )
 from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import RankNumbers, TypicalStep, plan_in
-from lightning_bucketddp.recording.writer import RecordFile, Sampling
+from lightning_bucketddp.recording.writer import RecordFile
 from lightning_bucketddp.reducer.observer import OuterStepStats
 from tests.support.cases import for_each
 
@@ -93,9 +92,7 @@ def test_half_the_bytes_hide_what_the_simulation_says() -> None:
         "`accumulate_grad_batches=2`, with twice the global batch, would halve the 3.00 ms exposed (7% of the step).",
     ]
 
-
-def test_the_simulation_is_scaled_to_what_was_measured() -> None:
-    # LaunchQueue of 4 ms: 1 to 5 and 5 to 9 ms, 7 exposed. Halved they are those of the test above.
+    # Scaled to what was measured, reductions of 4 ms: 1 to 5 and 5 to 9 ms, 7 exposed. Halved they are those above.
     [bf16, *_] = suggested([numbers(0, exposed=7), numbers(1, exposed=7)])
     assert bf16 == '`reduce_dtype="bf16"` would hide 4.00 of the 7.00 ms exposed (15% of the step).'
 
@@ -118,11 +115,8 @@ def test_8_bits_are_suggested_where_16_are_not_enough() -> None:
         '`reduce_dtype="bf16"` would hide 4.00 of the 7.00 ms exposed (15% of the step).',
     ]
     # With 3 ms exposed it gains 0.49 more than bf16, of 23; and nothing is known of a device without measurements.
-    for ranks, known in (
-        ([numbers(0), numbers(1)], codecs),
-        ([numbers(0, exposed=7), numbers(1, exposed=7)], NO_CODECS),
-    ):
-        assert not any("int8" in text for text in suggested(ranks, codecs=known))
+    assert not any("int8" in text for text in suggested([numbers(0), numbers(1)], codecs=codecs))
+    assert not any("int8" in text for text in suggested([numbers(0, exposed=7), numbers(1, exposed=7)]))
     # Encoding both, 2 ms, and decoding them is more than that.
     slow = {"int8": Codec(1 * MS / (10 * MIB), 1 * MS / (10 * MIB))}
     assert not any("int8" in text for text in suggested([numbers(0, exposed=7), numbers(1, exposed=7)], codecs=slow))
@@ -165,27 +159,22 @@ def test_16_bits_that_take_longer_between_ranks_are_not_suggested_but_advised_ag
 WAITING = [numbers(0, exposed=4), numbers(1, exposed=4)]
 
 
-def test_better_buckets_are_suggested_to_who_has_set_a_size() -> None:
-    text = '`bucket_cap_mb="auto"` (2 instead of 1 buckets) would hide 1.00 of the 4.00 ms exposed (4% of the step).'
-    assert text in suggested(WAITING, ONE_BUCKET)
-    assert not any("bucket_cap_mb" in text for text in suggested(WAITING, ONE_BUCKET, overlap=False))
-
-
-def test_who_has_auto_is_told_of_no_other_size() -> None:
-    # It has measured what the simulation thinks best, and decided.
-    texts = suggested(WAITING, ONE_BUCKET, bucket_cap_mb="auto")
-    assert len(texts) == 2
-    assert not any("bucket_cap_mb" in text for text in texts)
-
-
-@for_each("option", ["deterministic", "shard_optimizer"])
-@for_each("cap", ["auto", 50])
-def test_a_size_is_suggested_where_nothing_may_be_measured(cap: Any, option: str) -> None:
-    options: dict[str, Any] = {option: True}
-    texts = suggested(WAITING, ONE_BUCKET, bucket_cap_mb=cap, **options)
-    assert (
-        "`bucket_cap_mb=1` (2 instead of 1 buckets) would hide 1.00 of the 4.00 ms exposed (4% of the step)." in texts
-    )
+@for_each(
+    ("options", "expected"),
+    [
+        ({}, ['`bucket_cap_mb="auto"`']),
+        ({"overlap": False}, []),
+        ({"bucket_cap_mb": "auto"}, []),  # it has measured and decided
+        # Nothing may be measured.
+        ({"deterministic": True}, ["`bucket_cap_mb=1`"]),
+        ({"deterministic": True, "bucket_cap_mb": "auto"}, ["`bucket_cap_mb=1`"]),
+        ({"shard_optimizer": True, "bucket_cap_mb": "auto"}, ["`bucket_cap_mb=1`"]),
+    ],
+)
+def test_other_buckets_are_suggested_where_they_can_be_better(options: dict[str, Any], expected: list[str]) -> None:
+    effect = "(2 instead of 1 buckets) would hide 1.00 of the 4.00 ms exposed (4% of the step)."
+    texts = [text for text in suggested(WAITING, ONE_BUCKET, **options) if "bucket_cap_mb" in text]
+    assert texts == [f"{option} {effect}" for option in expected]
 
 
 def test_waiting_for_weights_is_waiting_and_explains_no_reduction() -> None:
@@ -199,15 +188,11 @@ def test_waiting_for_weights_is_waiting_and_explains_no_reduction() -> None:
     assert plan is not None
     assert step.fitted_cost(PROFILE, plan) == typical(numbers(0)).fitted_cost(PROFILE, plan)
     assert step.late_bucket == (1, about(0.7 * 3 * MS))
-    lines = Summary.of(step, suggestions=[], state_bytes=(MIB, 2 * MIB)).lines
-    assert "Weights: their exchange ends a step and takes 6.00 ms of that; the step waits 4.00 ms for it." in lines
-    assert "Optimizer state: 1.00 MiB on rank 0, 2.00 MiB without `shard_optimizer`." in lines
-
-
-def test_outer_steps_are_told() -> None:
     outer_steps = [OuterStepStats(30, 200 * MS, 4 * MIB), OuterStepStats(60, 400 * MS, 4 * MIB)]
-    lines = Summary.of(typical(numbers(0)), suggestions=[], outer_steps=outer_steps).lines
+    lines = Summary.of(step, suggestions=[], state_bytes=(MIB, 2 * MIB), outer_steps=outer_steps).lines
+    assert "Weights: their exchange ends a step and takes 6.00 ms of that; the step waits 4.00 ms for it." in lines
     assert "Outer steps between islands: 2 in 60 steps; each takes 300.00 ms and 4.00 MiB of each rank." in lines
+    assert "Optimizer state: 1.00 MiB on rank 0, 2.00 MiB without `shard_optimizer`." in lines
 
 
 def test_a_rank_that_others_wait_for_is_the_suggestion_and_not_the_network() -> None:
@@ -267,12 +252,9 @@ def test_the_lag_is_that_of_the_last_steps_that_were_not_replayed() -> None:
     assert RankNumbers.of(RUN, [STEP]).lag_s is None
 
 
-def test_what_gains_little_is_not_suggested() -> None:
+def test_there_are_three_at_most_the_best_come_first_and_what_gains_little_is_left_out() -> None:
     # 3 ms exposed of 203: bf16 would gain 2, which is one hundredth.
     assert suggested([numbers(0, forward=197), numbers(1, forward=197)]) == []
-
-
-def test_there_are_three_at_most_and_the_best_come_first() -> None:
     ranks = [numbers(0, exposed=12, data=6), numbers(1, exposed=4, data=6, forward=25)]
     texts = suggested(ranks, ONE_BUCKET)
     assert [text.split(" ")[0] for text in texts] == ["rank", "a", '`reduce_dtype="bf16"`']
@@ -354,16 +336,6 @@ def test_the_table_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]
     assert printed.endswith("\nSuggestion 1: [b]do[/b] `this`.\n")
 
 
-def test_every_portion_is_half_as_dense_as_the_one_before() -> None:
-    thinning = Sampling(batches_per_portion=4)
-    taken = []
-    for number in range(40):
-        if thinning.takes_next():
-            taken.append(number)
-            thinning.add(2)  # accumulated
-    assert taken == [0, 1, 3, 5, 7, 11, 15, 23, 31]
-
-
 @pytest.mark.parametrize("is_full", [False, True])
 def test_what_cannot_be_written_is_warned_of_once(
     is_full: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -384,12 +356,3 @@ def test_what_cannot_be_written_is_warned_of_once(
     assert text.endswith(
         "). Training goes on, without a record from here. Pass another `dirpath` to `BucketDDPMonitor`."
     )
-
-
-def test_a_new_record_replaces_an_old_one(tmp_path: Path) -> None:
-    for _ in range(2):
-        file = RecordFile(tmp_path / "folder", rank=0)
-        file.write(RUN)
-        file.close()
-        file.close()
-    assert list(read(path_of(tmp_path / "folder", 0))) == [RUN]

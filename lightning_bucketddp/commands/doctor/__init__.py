@@ -116,7 +116,7 @@ def _run_rank(group: ProbeGroup, arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def stdout_on_stderr() -> Iterator[None]:
-    """Send to stderr what is written to stdout meanwhile, also from C++: some versions of gloo print there."""
+    """Redirect stdout to stderr meanwhile, also for C++: some versions of gloo print there."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -129,14 +129,14 @@ def stdout_on_stderr() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """What the ranks observed and measured, and what follows from it."""
+    """The observations and measurements of the ranks, and the findings that follow from them."""
 
-    ranks: list[dict[str, Any]]  # what each has observed; this rank alone if they did not meet
+    ranks: list[dict[str, Any]]  # the observations of each rank; of this rank alone if they did not meet
     trouble: list[Finding] = field(default_factory=list)  # why they did not meet, or could not talk to each other
     clocks_s: list[float] = field(default_factory=list)  # how far each rank's clock is ahead of rank 0's
     all_reduce: Observation | None = None  # as measured; None if there was one rank, or it failed
-    wires: dict[str, AllReduceCost] = field(default_factory=dict)  # what reductions cost, by what gradients travel as
-    backend: str = ""  # that was measured
+    wires: dict[str, AllReduceCost] = field(default_factory=dict)  # the cost of a reduction, by dtype
+    backend: str = ""  # the measured one
     is_stuck: bool = False  # a thread hangs, and the process must end without waiting for it
 
     def findings(self) -> list[Finding]:
@@ -179,7 +179,7 @@ class Diagnosis:
 def diagnose(
     group: ProbeGroup, *, directory: Path | None, timeout_s: float, progress: Callable[[str], None]
 ) -> Diagnosis:
-    """Observe this host, and measure with the other ranks if they come; no part takes much longer than `timeout_s`."""
+    """Observe this host, and measure with the other ranks if they come; no step takes much longer than `timeout_s`."""
     rank = group.store.rank
     progress("looking at this host ...")
     diagnosis = Diagnosis([observe(group)])
@@ -204,7 +204,7 @@ def diagnose(
         )
     if rank == 0:
         progress("writing a trial checkpoint ...")
-        # After the measurements, when no rank waits for rank 0 any more.
+        # After the measurements: no rank waits for rank 0 any more.
         _check_directory(diagnosis, directory, rank=rank, timeout_s=timeout_s)
     progress("")
     return diagnosis

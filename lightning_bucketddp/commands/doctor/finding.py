@@ -1,4 +1,4 @@
-"""Findings, what the doctor says about one observation, and the process group that it probes."""
+"""Findings, the results of the doctor's checks, and the process group that it probes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check, in a sentence, and what to do about it; `theme` is the heading it is printed under."""
+    """The result of one check, in a sentence, and a remedy; it is printed under the heading `theme`."""
 
     severity: Severity
     text: str
@@ -60,7 +60,7 @@ note = partial(Finding, Severity.NOTE)
 warning = partial(Finding, Severity.WARNING)
 error = partial(Finding, Severity.ERROR)
 
-# What a rank observed, as JSON.
+# The observations of a rank, as JSON.
 Observation = Mapping[str, Any]
 
 
@@ -84,16 +84,13 @@ def one_per_host(ranks: Sequence[Observation]) -> list[Observation]:
 
 T = TypeVar("T")
 
-_LOCAL = "127.0.0.1"
-_HAS_GPU = "bucketddp/doctor/has_gpu"
-
 
 class NeverEnded(Exception):
     """A call did not end in time. Its thread may hang for ever: the process must not wait for it."""
 
 
 def within(seconds: float, do: Callable[[], T], *, what: str) -> T:
-    """Run `do` in a thread, and return or raise what it does; `NeverEnded` if it takes longer than `seconds`."""
+    """Run `do` in a thread and return its result; raise `NeverEnded` if it takes longer than `seconds`."""
     worker = Worker("bucketddp-doctor")
     outcome = worker.submit(do)
     if not futures.wait([outcome], timeout=seconds).done:
@@ -104,11 +101,11 @@ def within(seconds: float, do: Callable[[], T], *, what: str) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeGroup:
-    """The ranks that probe together, as one of them sees them."""
+    """The ranks that probe together, and this rank among them."""
 
     store: StoreAddress
     is_spawned: bool  # rank 0 starts the others, on this host
-    children: Sequence[subprocess.Popen[bytes]] = ()  # that this process has started
+    children: Sequence[subprocess.Popen[bytes]] = ()  # processes that this one has started
     listener: socket.socket | None = None  # of the store, if this process listens already
 
     @classmethod
@@ -135,19 +132,19 @@ class ProbeGroup:
     @contextmanager
     def spawn(cls, world_size: int, *, arguments: Sequence[str]) -> Iterator[ProbeGroup]:
         """Start ranks on this host that run the same command, and kill them at the end."""
-        listener = socket.create_server((_LOCAL, 0), backlog=socket.SOMAXCONN)
-        address = StoreAddress(
-            address=_LOCAL, port=listener.getsockname()[1], rank=0, world_size=world_size, local_rank=0
-        )
-        variables = {"WORLD_SIZE": world_size, "MASTER_ADDR": _LOCAL, "MASTER_PORT": address.port}
-        variables[LAUNCHER_PID] = os.getpid()
+        local = "127.0.0.1"
+        listener = socket.create_server((local, 0), backlog=socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+        address = StoreAddress(address=local, port=port, rank=0, world_size=world_size, local_rank=0)
+        variables = {**os.environ, "WORLD_SIZE": str(world_size), "MASTER_ADDR": local, "MASTER_PORT": str(port)}
+        variables[LAUNCHER_PID] = str(os.getpid())
         command = [sys.executable, "-m", "lightning_bucketddp.cli", "doctor", *arguments]
         children: list[subprocess.Popen[bytes]] = []
+        nowhere = subprocess.DEVNULL
         try:
             for rank in range(1, world_size):
-                own = {name: str(value) for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()}
-                nowhere = subprocess.DEVNULL
-                children.append(subprocess.Popen(command, env={**os.environ, **own}, stdin=nowhere, stdout=nowhere))
+                own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                children.append(subprocess.Popen(command, env=own, stdin=nowhere, stdout=nowhere))
             yield cls(store=address, is_spawned=True, listener=listener, children=children)
         finally:
             listener.close()
@@ -180,8 +177,9 @@ class ProbeGroup:
     def _init_group(self, store: Store, *, timeout_s: float) -> tuple[Collectives, Collectives]:
         rank, world_size = self.store.rank, self.store.world_size
         has_gpu = torch.cuda.is_available() and torch.cuda.device_count() > self.store.local_rank
-        store.set(f"{_HAS_GPU}/{rank}", json.dumps(has_gpu))
-        on_gpus = all(json.loads(has) for has in store.multi_get([f"{_HAS_GPU}/{r}" for r in range(world_size)]))
+        keys = [f"bucketddp/doctor/has_gpu/{other}" for other in range(world_size)]
+        store.set(keys[rank], json.dumps(has_gpu))
+        on_gpus = all(json.loads(has) for has in store.multi_get(keys))
         device = torch.device("cuda", self.store.local_rank) if on_gpus else None
         if device is not None:
             torch.cuda.set_device(device)

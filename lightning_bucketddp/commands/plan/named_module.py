@@ -197,7 +197,7 @@ def _parse(arguments: Sequence[str]) -> dict[str, Any]:
 def _check_arguments(maker: Callable[..., Any], given: dict[str, Any]) -> None:
     try:
         signature = inspect.signature(maker)
-    except (TypeError, ValueError):  # written in C, say
+    except (TypeError, ValueError):  # it may be written in C
         return
     by_name = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     missing = [p.name for p in by_name if p.default is p.empty and p.name not in given]
@@ -356,7 +356,7 @@ def _try_graph(module: nn.Module, example: Any, device: torch.device) -> tuple[f
         with torch.cuda.graph(graph):
             compute()
         return without_s, statistics.median(clock.times(graph.replay, number=_NUM_MEASURED))
-    except Exception:  # what cannot be captured raises anything
+    except Exception:  # capturing can fail in many ways
         return None
 
 

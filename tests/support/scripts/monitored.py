@@ -6,7 +6,7 @@ import csv
 import io
 import time
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPMonitor
 from lightning_bucketddp.callbacks import monitor as monitor_module
-from lightning_bucketddp.recording.writer import Sampling
 from lightning_bucketddp.reducer.observer import Clock
 from tests.support.scripts import models
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, said_about
@@ -32,30 +31,18 @@ class Accident(RuntimeError):
 
 
 class Busy(Callback):
-    """Takes time between steps, in every hook that there is for that, and knows when."""
+    """Takes time between steps, in every hook for that, and records when."""
 
     def __init__(self) -> None:
         self.times: list[tuple[float, float]] = []
 
-    def _work(self) -> None:
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         start = time.perf_counter()
         time.sleep(0.002)
         self.times.append((start, time.perf_counter()))
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._work()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._work()
-
-    def on_validation_batch_end(self, *_: Any) -> None:
-        self._work()
-
-    def on_save_checkpoint(self, *_: Any) -> None:
-        self._work()
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        self._work()
+    on_train_batch_end = on_validation_batch_end = on_train_batch_start
+    on_save_checkpoint = on_train_epoch_end = on_train_batch_start
 
 
 class PromisesMore(DataLoader[Any]):
@@ -117,16 +104,16 @@ MODELS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Fitted:
-    """What is left of some fits on one rank."""
+    """The results of some fits on one rank."""
 
     weights: dict[str, Tensor]
-    printed: str = ""
-    said: list[str] = field(default_factory=list)
-    times_between: list[tuple[float, float]] = field(default_factory=list)
-    num_marks: int = 0
-    in_progress_bar: float | None = None
-    left_on_loop: bool = False
-    state_bytes: int = 0
+    printed: str
+    said: list[str]
+    times_between: list[tuple[float, float]]
+    num_marks: int
+    in_progress_bar: float | None
+    left_on_loop: bool
+    state_bytes: int
 
 
 @like_torchrun()
@@ -178,28 +165,22 @@ def fit(
         redirect_stdout(io.StringIO()) as printed,
         said_about(about, said),
         patch.object(Clock, "mark", count),
-        patch.object(monitor_module, "Sampling", lambda: Sampling(thin_after)),
+        patch.object(monitor_module, "_BATCHES_PER_PORTION", thin_after),
         suppress(Accident),
     ):
         for _ in range(num_fits):
             train_data = PromisesMore(models.loader().dataset, batch_size=4) if promises_more else models.loader()
             trainer.fit(module, train_data, models.loader(), ckpt_path=resume_from)
             trainer.fit_loop.max_epochs = (trainer.max_epochs or 0) + 1
-    metrics = trainer.progress_bar_metrics
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     return Fitted(
         weights={name: tensor.clone() for name, tensor in module.state_dict().items()},
         printed=printed.getvalue(),
         said=said,
         times_between=busy.times,
         num_marks=marks[0],
-        in_progress_bar=metrics.get("overlap_pct"),
-        state_bytes=sum(
-            value.nbytes
-            for optimizer in trainer.optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ),
+        in_progress_bar=trainer.progress_bar_metrics.get("overlap_pct"),
+        state_bytes=sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor)),
         left_on_loop="_on_before_fetch" in vars(trainer.fit_loop.epoch_loop),
     )
 
