@@ -106,7 +106,7 @@ def test_ctrl_c_that_reaches_only_one_process_of_several(target: int | str, tmp_
     ended.assert_saved()
 
 
-@pytest.mark.long  # tests/strategies/test_restarts.py has torchrun start such a rank again
+@pytest.mark.long  # tests/strategies/test_max_restarts.py has torchrun start such a rank again
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_with_a_rank_that_is_killed(rank: int, tmp_path: Path) -> None:
     ended = end_of("torchrun", tmp_path, what="kill", target=rank)
