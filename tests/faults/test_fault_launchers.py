@@ -106,6 +106,14 @@ def test_ctrl_c_that_reaches_only_one_process_of_several(target: int | str, tmp_
     ended.assert_saved()
 
 
+@pytest.mark.long  # tests/strategies/test_max_restarts.py has torchrun start such a rank again
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_with_a_rank_that_is_killed(rank: int, tmp_path: Path) -> None:
+    ended = end_of("torchrun", tmp_path, what="kill", target=rank)
+    assert "exitcode  : -9" in ended.output
+    ended.assert_saved()
+
+
 def test_callback_that_fails_on_a_rank_whose_end_nobody_shows_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     # Of spawned and forked ranks torch shows how one has ended. The soak fills a disk before another one saves.
     def fail() -> None:

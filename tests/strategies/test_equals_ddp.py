@@ -5,6 +5,7 @@ tests/fuzz draws programs of the common blocks. Here is what users do beside tho
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,6 +20,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
+from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.config import ReplicaChecks
 from tests.strategies.comparison import Program, compare, ours
 from tests.support.cases import for_each
 from tests.support.ranks import on_ranks
@@ -32,7 +35,7 @@ from tests.support.scripts.models import (
     SpareLayer,
     loader,
 )
-from tests.support.scripts.trainers import like_torchrun
+from tests.support.scripts.trainers import like_torchrun, make_trainer
 
 NUM_BATCHES = 10
 UNUSED = "ddp_find_unused_parameters_true"
@@ -585,3 +588,30 @@ def test_each_backward_that_is_not_blocked_synchronises_once(program: str, per_b
     num_evaluations = len(trained.seen[0] or [])
     assert per_batch or num_evaluations > 2 * NUM_BATCHES
     assert strategy.reducer.stats.num_backwards == (per_batch * NUM_BATCHES if per_batch else num_evaluations)
+
+
+# --- Backwards of which the strategy is not told
+
+
+def own_backward(module: Any, batch: list[Tensor]) -> None:
+    module.loss(batch).backward()
+
+
+@on_ranks()
+@like_torchrun()
+def test_a_step_with_gradients_that_nobody_averaged_is_told_once() -> None:
+    strategy = BucketDDPStrategy(replica_checks=ReplicaChecks(on_divergence="log"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(strategy, max_epochs=1).fit(Manual(own_backward), loader())
+    told = [text for warning in caught if "not averaged" in (text := " ".join(str(warning.message).split()))]
+    assert len(told) == (dist.get_rank() == 0)
+    assert all("of `layers.0.weight`, `layers.0.bias`" in text for text in told)
+    assert all("Call `self.manual_backward(loss)`" in text for text in told)
+
+
+@on_ranks()
+@like_torchrun()
+def test_a_divided_optimizer_refuses_gradients_that_nobody_averaged() -> None:
+    with pytest.raises(RuntimeError, match="were not averaged over the ranks"):
+        make_trainer(BucketDDPStrategy(shard_optimizer=True), max_epochs=1).fit(Manual(own_backward), loader())

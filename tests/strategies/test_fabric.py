@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lightning_bucketddp
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
+from tests.strategies.test_equals_ddp import mask
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
@@ -133,7 +134,16 @@ def compiled(fabric: Any) -> Weights:
     return weights_of(module)
 
 
+def hooks_after_set_up(fabric: Any) -> Weights:
+    module, optimizer = set_up(fabric)
+    for param in module.parameters():
+        param.register_post_accumulate_grad_hook(mask)
+    take_step(fabric, module, optimizer, loss_of(module, 0))
+    return weights_of(module)
+
+
 LOOPS: dict[str, Callable[[Any], Weights]] = {
+    "hooks_after_set_up": hooks_after_set_up,
     "no_backward_sync": accumulate,
     "clip_norm": lambda fabric: accumulate(fabric, max_norm=0.1),
     "two_modules": two_modules,
@@ -247,3 +257,12 @@ def test_modules_that_share_parameters_cannot_both_be_set_up() -> None:
         "ValueError: `0.weight` belongs to another module, too, that was set up before: its gradient would be averaged"
         " twice. Set up one module that holds all parameters."
     )
+
+
+@on_ranks()
+@like_torchrun()
+def test_a_step_with_gradients_that_nobody_averaged_is_refused() -> None:
+    module, optimizer = set_up(make_fabric("bucketddp"))
+    loss_of(module, 0).backward()
+    with pytest.raises(RuntimeError, match=r"were not averaged over the ranks.*Call `fabric.backward\(loss\)`"):
+        optimizer.step()

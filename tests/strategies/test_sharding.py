@@ -426,7 +426,8 @@ def test_a_checkpoint_resumes_with_and_without_sharding_on_any_number_of_ranks(
 
 @pytest.mark.parametrize(
     ("loop", "shard"),
-    [(loop, True) for loop in fabric_tests.LOOPS if not loop.startswith("buffer")] + [("two_modules", "parameters")],
+    [(loop, True) for loop in fabric_tests.LOOPS if not loop.startswith(("buffer", "hooks"))]
+    + [("two_modules", "parameters")],
 )
 @pytest.mark.sampled(4)
 @on_ranks()
