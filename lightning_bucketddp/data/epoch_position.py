@@ -324,6 +324,10 @@ class EpochPosition(RunPart):
         resumed = self._resumed
         if resumed is None or self._trainer is None:
             return
+        # A `GradientAccumulationScheduler` does this when an epoch begins, which Lightning does not say of this one.
+        for callback in self._trainer.callbacks:
+            if hasattr(callback, "get_accumulate_grad_batches"):
+                self._trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(resumed.epoch)
         if self._can_skip:
             num_before = self._place_loaders()
             if resumed.is_end_of_epoch and self._trainer.num_training_batches != math.inf:
