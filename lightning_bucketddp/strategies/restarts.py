@@ -33,6 +33,8 @@ from lightning_bucketddp.trainer_internals import begin_fit, end_failed_fit
 from lightning_bucketddp.wording import list_some_ranks, wrap
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
     from lightning_bucketddp.strategies.trainer import TrainerStrategy
 
 log = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class Restarts:
         self._has_trained = False
         self.count = 0
         self._at_start: ModuleAtStart | None = None
+        self._settings_at_start: tuple[int, int | None] = (1, None)
         # The last failure and where it was; how far the run had come then, in steps, and how often in a row it came no
         # further.
         self._last: tuple[object, ...] = ()
@@ -140,6 +143,12 @@ class Restarts:
             left_out = set(range(strategy.cluster_environment.world_size())).difference(strategy.members)
             if knocks := knocks_of(part_of(strategy.store.underlying_store, START), left_out):
                 raise RuntimeError(f"{list_some_ranks(knocks)} can be taken in again")
+
+    def begin_attempt(self, trainer: Trainer) -> None:
+        """Put back what callbacks change when a fit begins, or an epoch: all attempts begin with the same settings."""
+        if self.count == 0:
+            self._settings_at_start = trainer.accumulate_grad_batches, trainer.fit_loop.max_epochs
+        trainer.accumulate_grad_batches, trainer.fit_loop.max_epochs = self._settings_at_start
 
     def begin_training(self) -> None:
         """Take failures from now on, when there is a checkpoint, for those of machines. What fails before is not."""

@@ -219,6 +219,8 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self.set_world_ranks()
         self._start_together()
         self.setup_distributed()
+        if self.restarts is not None and self.lightning_module is not None:
+            self.restarts.begin_attempt(self.trainer)
         # Without a Trainer nobody would say when the run is over.
         if self.world_size > 1 and self.lightning_module is not None:
             self._begin_watching().handle_signals(self.trainer, callback=self.root.callback)
