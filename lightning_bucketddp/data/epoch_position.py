@@ -352,6 +352,10 @@ class EpochPosition(RunPart):
         resumed = self._resumed
         if resumed is None or self._trainer is None:
             return
+        # A `GradientAccumulationScheduler` does this in `on_train_epoch_start`, which Lightning skips in this epoch.
+        for callback in self._trainer.callbacks:
+            if hasattr(callback, "get_accumulate_grad_batches"):
+                self._trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(resumed.epoch)
         if self._can_skip:
             num_before = self._place_loaders()
             if resumed.is_end_of_epoch and self._trainer.num_training_batches != math.inf:

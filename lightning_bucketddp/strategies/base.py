@@ -120,6 +120,8 @@ class StrategyBase:
     def _start_together(self) -> None:
         """Make the process group, once all ranks are there."""
         check_devices(self.root_device, *self.options.torch_devices)
+        if self.restarts is not None:
+            self.restarts.begin_attempt()
         listener = self.launcher.take_listener() if isinstance(self.launcher, HoldsPort) else None
         if torch.distributed.is_initialized():
             if listener is not None:

@@ -77,6 +77,7 @@ class Restarts:
         self.count = 0
         self._has_trained = False
         self._pause_s = 0.0  # of rank 0, for which the others wait at the rendezvous
+        self._settings_at_start: tuple[int, int | None] = (1, None)
 
     def run(self, attempt: Callable[[], Any]) -> Any:
         """Return the result of `attempt`: a fit, which begins again if it fails, or another function of a Trainer."""
@@ -134,6 +135,15 @@ class Restarts:
             left_out = set(range(strategy.cluster_environment.world_size())).difference(strategy.members)
             if knocks := knocks_of(part_of(strategy.store.underlying_store, START), left_out):
                 raise RuntimeError(f"{list_some_ranks(knocks)} can be taken in again")
+
+    def begin_attempt(self) -> None:
+        """Restore the settings that callbacks change in a fit: all attempts begin with the same ones."""
+        if self._strategy.lightning_module is None:
+            return
+        trainer = self._strategy.trainer
+        if self.count == 0:
+            self._settings_at_start = trainer.accumulate_grad_batches, trainer.fit_loop.max_epochs
+        trainer.accumulate_grad_batches, trainer.fit_loop.max_epochs = self._settings_at_start
 
     def begin_training(self) -> None:
         """Restart after failures from now on, when there is a checkpoint. Earlier failures are those of the program."""

@@ -141,8 +141,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._position = EpochPosition(is_on=is_exact)
         self._batch_size = GlobalBatchSize(size, weighs=weight is None, begun=self._position.begun)
         self._islands: Islands | None = None
-        # Read by what `adopt_process_setup` takes over.
-        self._ddp_comm_state = ddp_comm_state
+        self._ddp_comm_state = ddp_comm_state  # the methods of `adopt_process_setup` read these three
         self._model_averaging_period = self.options.model_averaging_period
         self._model_averager: Any = None
 

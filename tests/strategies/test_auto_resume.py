@@ -19,7 +19,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_utilities.core import rank_zero
 from lightning_utilities.core.imports import RequirementCache
@@ -52,6 +57,7 @@ class Setting:
     checkpoints: dict[str, Any] = field(default_factory=dict)  # options of the `ModelCheckpoint` in the place of ours
     scores: Sequence[float] = ()  # what it logs as `score`, by step
     plans: bool = False  # asks for the number of steps in `configure_optimizers`, which makes the loaders early
+    accumulates: dict[int, int] = field(default_factory=dict)  # so many batches, from which epoch on
     stops: bool = False  # a hook ends the run after the first epoch
     is_manual: bool = False  # optimizes by itself
     has_plateau: bool = False  # validates, with a loss that never gets smaller, which its learning rate follows
@@ -198,6 +204,8 @@ def fit(
     saving: list[Callback] = [OnExceptionCheckpoint(directory / "checkpoints", "exception")]
     if has_logger or not setting.saves_on_exception:
         saving.clear()
+    if setting.accumulates:
+        saving.append(GradientAccumulationScheduler(setting.accumulates))
     options = {"every_n_train_steps": 1, "save_top_k": -1, "save_last": True, **setting.checkpoints}
     saves = ModelCheckpoint(None if has_logger else directory / "checkpoints", filename, **options)
     trainer = make_trainer(
@@ -263,6 +271,7 @@ def joined(starts: list[Outcome]) -> dict[int, list[int]]:
 RESUMED = {
     "shuffled": (Setting(saves=True), [Interruption(9), Interruption(9, "on_train_batch_end")]),
     "while accumulating": (Setting(trainer={"accumulate_grad_batches": 2}), [Interruption(1), Interruption(10)]),
+    "accumulation schedule": (Setting(accumulates={0: 2, 1: 3}), [Interruption(3), Interruption(12)]),
     "last batches": (
         Setting(num_epochs=3),
         [Interruption(6), Interruption(13, "optimizer_step"), Interruption(14)],

@@ -109,6 +109,13 @@ def test_before_the_first_checkpoint_random_numbers_begin_again(tmp_path: Path) 
     assert weights(finished) == whole, finished.output
 
 
+def test_settings_that_callbacks_change_are_put_back(tmp_path: Path) -> None:
+    """Lightning's raise where they find what they have set before, or add an epoch to those that they have added."""
+    whole = weights(train(tmp_path / "whole", changes_settings=True, epochs=1))
+    finished = train(tmp_path / "failed", fault("raise", step=2), changes_settings=True, epochs=1)
+    assert weights(finished) == whole, finished.output
+
+
 def test_under_torchrun_an_exception_ends_no_process(without_faults: Any, tmp_path: Path) -> None:
     faults = [fault("raise", step=2), fault("raise", rank=0, step=5)]
     finished = train(tmp_path, *faults, within=TORCHRUN, monitor=True)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -151,6 +151,13 @@ def checkpoints(plan: dict[str, Any]) -> list[Callback]:
     return [ModelCheckpoint(where, **when), Rescue(where)]
 
 
+class OneMoreEpoch(Callback):
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do what `StochasticWeightAveraging` does for BatchNorm."""
+        assert trainer.fit_loop.max_epochs is not None
+        trainer.fit_loop.max_epochs += 1
+
+
 def fit(plan: dict[str, Any], number: int) -> None:
     seed_everything(1)
     options = plan.get("options", {})
@@ -161,6 +168,7 @@ def fit(plan: dict[str, Any], number: int) -> None:
     num_ranks = int(os.environ.get("RANKS", plan.get("ranks", 2)))
     num_nodes = int(os.environ.get("NODES", 1))
     monitors = [BucketDDPMonitor(dirpath=RESULTS, every_n_steps=1)] if plan.get("monitor") else []
+    changing = [GradientAccumulationScheduler({0: 2, 1: 3}), OneMoreEpoch()] if plan.get("changes_settings") else []
     trainer = Trainer(
         accelerator="cpu",
         devices=num_ranks // num_nodes,
@@ -174,7 +182,7 @@ def fit(plan: dict[str, Any], number: int) -> None:
         ),
         max_epochs=plan.get("epochs", 2),
         default_root_dir=RESULTS,
-        callbacks=[*checkpoints(plan), *monitors],
+        callbacks=[*checkpoints(plan), *monitors, *changing],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
