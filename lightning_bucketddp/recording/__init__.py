@@ -1,1 +1,1 @@
-"""The record of a run's steps: its file format, its writer and reader, the typical step, and the summary."""
+"""The record of a run: its format, writer and reader, the typical step, and the summary."""

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import UnsatisfiedAssumption
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.progress import _BatchProgress, _Progress
@@ -168,7 +169,8 @@ class Rank:
         combined = CombinedLoader(self.loaders if len(loaders) > 1 else self.loaders[0], self.job.mode)  # type: ignore[arg-type]
         self.trainer.fit_loop._combined_loader = combined
         lengths = [len(loader) if self.job.kind != "stream" else math.inf for loader in self.loaders]
-        assume(min(lengths) > 0)  # Lightning trains nothing then
+        if min(lengths) == 0:  # Lightning trains nothing then
+            raise UnsatisfiedAssumption
         combined.limits = [min(length, self.job.limit or math.inf) for length in lengths]
         current = self.epochs.current
         is_within = checkpoint is not None and not current.ready == current.started == current.processed

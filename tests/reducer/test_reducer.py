@@ -364,3 +364,22 @@ def test_freezing_on_one_rank_only_is_refused() -> None:
     expected = "`2.weight` has requires_grad True on rank 0 but False on rank 1."
     with pytest.raises(ReplicaMismatchError, match=expected), reducer.backward():
         model(batch(0, 0)).sum().backward()
+
+
+@on_ranks()
+def test_a_network_that_is_toggled_off_is_not_communicated() -> None:
+    """As by `toggle_optimizer`; nothing is planned again."""
+    torch.manual_seed(3)
+    model = nn.ModuleDict({"g": nn.Linear(WIDTH, WIDTH), "d": nn.Linear(WIDTH, 2)}).to(device())
+    reducer = build_reducer(model)
+    num_reduced: list[int] = []
+    for step in range(6):
+        on, off = ("g", "d") if step % 2 == 0 else ("d", "g")
+        model[on].requires_grad_(True)
+        model[off].requires_grad_(False)
+        before = reducer.stats.bytes_sent
+        _backward(reducer, model["d"](model["g"](batch(dist.get_rank(), step))).square().mean())
+        num_reduced.append(reducer.stats.bytes_sent - before)
+    assert reducer.stats.num_plans == 2
+    assert num_reduced[0] != num_reduced[1]
+    assert num_reduced == num_reduced[:2] * 3

@@ -15,9 +15,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from torch import Tensor, nn
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.scripts.models import WIDTH, Regression, loader
-from tests.support.scripts.trainers import like_torchrun, make_trainer, ours_and_ddp
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, ours_and_ddp
 
 
 class Backbone(Regression):
@@ -191,3 +191,20 @@ def test_what_is_unfrozen_later_trains_like_in_one_process(finetuning: str, plan
         assert planned_by_rank == planned
         torch.testing.assert_close(weights, alone)
         torch.testing.assert_close(weights, ranks[0][0], rtol=0, atol=0)
+
+
+@on_ranks()
+@like_torchrun()
+def test_an_accumulation_schedule_reduces_each_bucket_once_per_step() -> None:
+    steps = []
+
+    def note(trainer: Any, _: LightningModule) -> None:
+        reducer = trainer.strategy.reducer
+        steps.append(trainer.global_step)
+        assert reducer.stats.num_reductions == trainer.global_step * len(reducer.bucket_set.buckets)
+
+    schedule = callbacks.GradientAccumulationScheduler({0: 1, 1: 4, 2: 5})
+    noting = callbacks.LambdaCallback(on_train_epoch_end=note)
+    strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
+    make_trainer(strategy, max_epochs=3, callbacks=[schedule, noting]).fit(Regression(), loader())
+    assert steps == [10, 13, 15]

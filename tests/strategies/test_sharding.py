@@ -216,8 +216,8 @@ def compare(program: Program, shard: ShardOption, *, tolerance: float) -> None:
     sharded, whole = (ours(program, shard_optimizer=option) for option in (shard, False))
     assert_equal(sharded, whole, tolerance=tolerance)
     strategy: Any = sharded.trainer.strategy
-    divided = [shard for known in strategy.shards.optimizers for shard in known.shards.values()]
-    own = torch.tensor([stop - start for shard in divided for start, stop in [shard.own]])
+    divided = [member for known in strategy.shards.optimizers for member in known.members.values()]
+    own = torch.tensor([stop - start for member in divided for start, stop in [member.own]])
     of_all = own.clone()
     dist.all_reduce(of_all)
     assert of_all.tolist() == [member.param.numel() for member in divided]
