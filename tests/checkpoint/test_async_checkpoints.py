@@ -128,7 +128,7 @@ def test_training_goes_on_and_the_weights_of_the_step_are_saved(tmp_path: Path) 
     ("world_size", "options", "saved_after", "trained"),
     [
         (1, {}, 2, 2),
-        (1, {"gradient_weight": "batch_size"}, 2, 3),
+        (1, {"gradient_weight": "batch_size"}, 2, 2),
         (2, {}, 2, 3),
         (2, {"uneven_data": True}, 2, 3),
         (2, {}, 10, 10),
