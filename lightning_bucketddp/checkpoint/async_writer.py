@@ -358,15 +358,19 @@ def _weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _severities(weights: Mapping[str, Any]) -> Severities:
-    found: Severities = {}
+    extremes: dict[str, Tensor] = {}
     for name, weight in weights.items():
         if not isinstance(weight, Tensor) or weight.layout != torch.strided or weight.numel() == 0:
             continue
         numbers = torch.view_as_real(weight.detach()) if weight.is_complex() else weight.detach()
         if numbers.is_floating_point():
             # Several times faster than `isfinite`; there is none for 8-bit floats.
-            extremes = torch.stack((numbers.float() if numbers.itemsize == 1 else numbers).aminmax()).tolist()
-            found[name] = (
-                NAN if any(map(math.isnan, extremes)) else INFINITE if any(map(math.isinf, extremes)) else FINITE
-            )
-    return found
+            extremes[name] = torch.stack((numbers.float() if numbers.itemsize == 1 else numbers).aminmax()).double()
+    if not extremes:
+        return {}
+    device = next(iter(extremes.values())).device
+    pairs = torch.stack([pair.to(device) for pair in extremes.values()]).tolist()  # the host waits for the device once
+    return {
+        name: NAN if any(map(math.isnan, pair)) else INFINITE if any(map(math.isinf, pair)) else FINITE
+        for name, pair in zip(extremes, pairs, strict=True)
+    }
