@@ -9,11 +9,9 @@ Note: memory between steps
 
 from __future__ import annotations
 
-import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +20,12 @@ from torch import Tensor
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.plan import Sharding
 
-# Not `bool`, which reads the gradient.
-_IS_THERE = partial(operator.is_not, None)
 # Fused kernels read whole cache lines; a view that starts on one is as fast as a tensor of its own.
 _ALIGN_BYTES = 64
 # A smaller buffer is not worth the time.
 _GIVE_BACK_FROM_BYTES = 1 * MIB
+# Older versions of torch do not count who uses a storage.
+_num_uses_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 # Sentinel: more gradients than ever arrive, so nothing is acted on.
 UNKNOWN = sys.maxsize
 
@@ -94,24 +92,30 @@ class BufferedBucket:
     ) -> None:
         self.params = list(params)
         self.arrivals = Arrivals()
-        dtype = params[0].dtype if params else torch.float32
+        self._dtype = params[0].dtype if params else torch.float32
+        self._device = device
         layout = layout or BufferLayout.of(params)
-        num_reals = layout.numel * (2 if dtype.is_complex else 1)
-        # Zeros, because the padding is summed too and must never hold a NaN.
-        self.wire = torch.zeros(num_reals + num_flags, dtype=dtype.to_real(), device=device)
-        self.flags = self.wire[num_reals:]
-        self.numbers = numbers = self.wire[:num_reals]
-        self.buffer = torch.view_as_complex(numbers.view(-1, 2)) if dtype.is_complex else numbers
         self._offsets = layout.offsets
-        self._gives_back = gives_back and self.wire.nbytes >= _GIVE_BACK_FROM_BYTES
+        self._num_reals = layout.numel * (2 if self._dtype.is_complex else 1)
+        self._num_flags = num_flags
+        self.num_bytes = (self._num_reals + num_flags) * self._dtype.to_real().itemsize
+        self._gives_back = gives_back and self.num_bytes >= _GIVE_BACK_FROM_BYTES
         self._has_whole_storage = may_be_resized or self._gives_back
-        self._storage = self.wire.untyped_storage()
-        self.num_bytes = self.wire.nbytes
         self._has_padding = sum(param.numel() for param in params) < layout.numel
-        self._uses_of_ours = 0
-        self.views = self.views_of(self.buffer)
+        self._allocate()
         # Measured, because it depends on the interpreter how many references a call itself holds.
         self._references_of_ours = max(map(sys.getrefcount, self.views), default=0)
+        self.count_uses()
+
+    def _allocate(self) -> None:
+        """Take new memory, and leave the old to whoever uses it."""
+        # Zeros, because the padding is summed too and must never hold a NaN.
+        self.wire = torch.zeros(self._num_reals + self._num_flags, dtype=self._dtype.to_real(), device=self._device)
+        self.flags = self.wire[self._num_reals :]
+        self.numbers = numbers = self.wire[: self._num_reals]
+        self.buffer = torch.view_as_complex(numbers.view(-1, 2)) if self._dtype.is_complex else numbers
+        self._storage = self.wire.untyped_storage()
+        self.views = self.views_of(self.buffer)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -125,54 +129,41 @@ class BufferedBucket:
     def collect(self) -> list[int]:
         """Copy the gradients into the buffer and point `.grad` at it; return the positions of members without one."""
         self._take_memory()
-        params, views = self.params, self.views
+        params = self.params
         grads: list[Any] = [param.grad for param in params]
-        if not self._are_new(grads):
-            return self._collect_some(grads)
-        torch._foreach_copy_(views, grads)
-        for param, view in zip(params, views, strict=True):
-            param.grad = view
-        return []
+        outside = [place for place, (grad, view) in enumerate(zip(grads, self.views, strict=True)) if grad is not view]
+        # Torch moves gradients with their module, and the user may have kept some of an earlier backward.
+        if not self._are_in_place() or (outside and self._is_used(outside)):
+            self._allocate()
+            outside = list(range(len(params)))
+        missing = [place for place in outside if grads[place] is None]
+        if missing:
+            outside = [place for place in outside if grads[place] is not None]
+        if outside:
+            views = [self.views[place] for place in outside]
+            torch._foreach_copy_(views, [grads[place] for place in outside])
+            for place, view in zip(outside, views, strict=True):
+                params[place].grad = view
+        return missing
 
-    def _are_new(self, grads: Sequence[Tensor | None]) -> bool:
-        """Return whether all gradients exist outside of the buffer, and the user has not kept or moved any view."""
-        return (
-            bool(grads)
-            and all(map(_IS_THERE, grads))
-            and not any(map(operator.is_, grads, self.views))
-            and max(map(sys.getrefcount, self.views)) <= self._references_of_ours
-            and [view.data_ptr() for view in self.views] == self._addresses()
+    def _are_in_place(self) -> bool:
+        start, itemsize = self.buffer.data_ptr(), self.buffer.itemsize
+        return [view.data_ptr() for view in self.views] == [start + offset * itemsize for offset in self._offsets]
+
+    def _is_used(self, places: Sequence[int]) -> bool:
+        """Return whether somebody else has one of these views, or another tensor over its memory (`grad.detach()`)."""
+        references = list(map(sys.getrefcount, self.views))
+        return max([references[place] for place in places]) > self._references_of_ours or (
+            self._num_uses(places) > self._uses_of_ours
         )
 
-    def _addresses(self) -> list[int]:
-        start, itemsize = self.buffer.data_ptr(), self.buffer.itemsize
-        return [start + offset * itemsize for offset in self._offsets]
-
-    def _collect_some(self, grads: Sequence[Tensor | None]) -> list[int]:
-        views, addresses = self.views, self._addresses()
-        outside = [
-            position
-            for position, grad in enumerate(grads)
-            if grad is not views[position] or grad.data_ptr() != addresses[position]
-        ]
-        references = list(map(sys.getrefcount, views))
-        for position in outside:
-            if views[position].data_ptr() != addresses[position]:
-                views[position] = self._view(self.buffer, position)  # torch has moved the old one with the module
-            elif references[position] > self._references_of_ours:
-                # The user has kept the gradient of an earlier backward: it gets a storage of its own.
-                views[position].data = views[position].clone()
-                views[position] = self._view(self.buffer, position)
-        sources = [grad for position in outside if (grad := grads[position]) is not None]
-        missing: list[int] = []
-        if len(sources) < len(outside):
-            missing = [position for position in outside if grads[position] is None]
-            outside = [position for position in outside if grads[position] is not None]
-        if outside:
-            torch._foreach_copy_([views[position] for position in outside], sources)
-            for position in outside:
-                self.params[position].grad = views[position]
-        return missing
+    def _num_uses(self, places: Sequence[int]) -> int:
+        """Return how many tensors use the memory of these views; with a storage for each, that which most use."""
+        if _num_uses_of is None:
+            return 0
+        if self._has_whole_storage:
+            return _num_uses_of(self._storage._cdata)
+        return max([_num_uses_of(self.views[place].untyped_storage()._cdata) for place in places], default=0)
 
     def _view(self, buffer: Tensor, position: int) -> Tensor:
         param = self.params[position]
@@ -196,16 +187,14 @@ class BufferedBucket:
 
     def count_uses(self) -> None:
         """Count the tensors that use the memory before the user has one of them."""
-        if self._gives_back:
-            self._uses_of_ours = torch._C._storage_Use_Count(self._storage._cdata)
+        self._uses_of_ours = self._num_uses(range(len(self.params)))
 
     def give_back(self) -> None:
         """Free the memory if no gradient is in it."""
         if not (self._gives_back and self.params and self._storage.nbytes()) or self.params[0].grad is not None:
             return
-        uses = torch._C._storage_Use_Count(self._storage._cdata)
-        is_ours = uses <= self._uses_of_ours and max(map(sys.getrefcount, self.views)) <= self._references_of_ours
-        if is_ours and not any(map(_IS_THERE, [param.grad for param in self.params])):
+        is_empty = all(param.grad is None for param in self.params)
+        if is_empty and not self._is_used(range(len(self.params))):
             self._storage.resize_(0)
 
     def zero(self, positions: Sequence[int]) -> None:

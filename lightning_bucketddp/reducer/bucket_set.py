@@ -15,7 +15,7 @@ from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.reducer.bucket import Bucket, BufferedBucket, BufferLayout, InPlaceBucket, SparseBucket
 from lightning_bucketddp.wording import pluralize
 
-# Where memory is taken and given back in each step. Older versions of torch do not count who uses it.
+# Where memory is taken and given back in each step, if torch counts who uses it.
 _GIVE_BACK_ON = ("cuda",) if hasattr(torch._C, "_storage_Use_Count") else ()
 
 
@@ -99,12 +99,22 @@ class BucketSet:
             bucket.arrivals.expected = sum(max(self.num_firings.get(i, 0), 1) for i in trained)
             self.buckets.append(bucket)
             self.index_of_bucket.update(dict.fromkeys(trained, index))
-        last = self.buckets[-1]
-        assert isinstance(last, BufferedBucket)  # `plan_buckets` never puts a sparse one last
-        self.flags = Flags(last.flags, num_params=len(self.params), num_buckets=len(self.plan))
+        self._flags = self._new_flags()
         for bucket in self.buckets:
             if isinstance(bucket, BufferedBucket):
                 bucket.count_uses()
+
+    @property
+    def flags(self) -> Flags:
+        """The flags in the last bucket, which may have taken other memory."""
+        if self._flags.elements is not self.buckets[-1].flags:  # type: ignore[union-attr]
+            self._flags = self._new_flags()
+        return self._flags
+
+    def _new_flags(self) -> Flags:
+        last = self.buckets[-1]
+        assert isinstance(last, BufferedBucket)  # `plan_buckets` never puts a sparse one last
+        return Flags(last.flags, num_params=len(self.params), num_buckets=len(self.plan))
 
     def give_back(self) -> None:
         """Free memory without gradients (Note: memory between steps)."""

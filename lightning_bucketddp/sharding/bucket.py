@@ -147,8 +147,11 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
         offset_of = dict(zip(layout.members, layout.buffer.offsets, strict=True))
         buffer = BufferLayout([offset_of[member] for member in members], layout.buffer.numel)
         super().__init__([member.param for member in members], layout=buffer, **options)
-        self._own = [view.own for view in self.views if isinstance(view, ShardedGradient)]
         self._own_slice = slice(*layout.sharding.bounds(self.numbers.numel())[norms.collectives.rank])
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        self._own = [view.own for view in self.views if isinstance(view, ShardedGradient)]
         self._kept_gradients = self.numbers[:0]  # while weights are in their place
 
     @property

@@ -76,13 +76,13 @@ def same_graph_twice(module: Any, batch: list[Tensor]) -> None:
     module.manual_backward(loss)
 
 
-def kept_gradients(module: Any, batch: list[Tensor]) -> None:
-    """Combine the gradients of two losses, which are kept as they are."""
+def kept_gradients(module: Any, batch: list[Tensor], *, keep: Callable[[Any], Any] = lambda grad: grad) -> None:
+    """Combine the gradients of two losses, which are kept without a copy."""
     gradients = []
     for loss in (module.loss(batch), other_loss(module, batch)):
         module.zero_grad()
         module.manual_backward(loss)
-        gradients.append([param.grad for param in module.parameters()])
+        gradients.append([keep(param.grad) for param in module.parameters()])
     for param, a, b in zip(module.parameters(), *gradients, strict=True):
         param.grad = a + 2 * b
 
@@ -464,6 +464,8 @@ STYLES = {
     "two_losses_one_reduction": Program(lambda: Manual(partial(two_losses, first_stays_here=True))),
     "same_graph_twice": Program(lambda: Manual(same_graph_twice)),
     "gradients_kept_without_a_copy": Program(lambda: Manual(kept_gradients)),
+    "gradients_kept_detached": Program(lambda: Manual(partial(kept_gradients, keep=Tensor.detach))),
+    "rows_of_gradients_kept": Program(lambda: Manual(partial(kept_gradients, keep=lambda grad: grad.data[:]))),
     # torch DDP raises there: it writes into gradients that have a graph.
     "graph_of_backward": Program(lambda: Manual(graph_of_backward), ddp_module=lambda: Manual(two_losses)),
     "micro_batches": Program(ManualRegression),
@@ -542,7 +544,7 @@ CALLBACKS = {
 PROGRAMS = {**STYLES, **GANS, **USER_CODE, **LOOPS, **CALLBACKS}
 # The others show more in less time, or the same as one of these.
 FEW = {
-    *("two_losses_one_reduction", "gradients_kept_without_a_copy", "graph_of_backward", "line_search"),
+    *("two_losses_one_reduction", "gradients_kept_detached", "graph_of_backward", "line_search"),
     *(
         "gradients_changed_in_place",
         "gradients_replaced_while_accumulating",
