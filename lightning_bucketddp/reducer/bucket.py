@@ -129,26 +129,29 @@ class BufferedBucket:
     def collect(self) -> list[int]:
         """Copy the gradients into the buffer and point `.grad` at it; return the positions of members without one."""
         self._take_memory()
-        params = self.params
+        params, views = self.params, self.views
         grads: list[Any] = [param.grad for param in params]
-        outside = [place for place, (grad, view) in enumerate(zip(grads, self.views, strict=True)) if grad is not view]
+        start, itemsize = self.buffer.data_ptr(), self.buffer.itemsize
+        addresses = [start + offset * itemsize for offset in self._offsets]
+        outside = [
+            place
+            for place, (grad, view) in enumerate(zip(grads, views, strict=True))
+            if grad is not view
+            and (grad is None or grad.data_ptr() != addresses[place] or grad.stride() != view.stride())
+        ]
         # Torch moves gradients with their module, and the user may have kept some of an earlier backward.
-        if not self._are_in_place() or (outside and self._is_used(outside)):
+        if [view.data_ptr() for view in views] != addresses or (outside and self._is_used(outside)):
             self._allocate()
-            outside = list(range(len(params)))
+            views, outside = self.views, list(range(len(params)))
         missing = [place for place in outside if grads[place] is None]
         if missing:
             outside = [place for place in outside if grads[place] is not None]
         if outside:
-            views = [self.views[place] for place in outside]
-            torch._foreach_copy_(views, [grads[place] for place in outside])
-            for place, view in zip(outside, views, strict=True):
-                params[place].grad = view
+            torch._foreach_copy_([views[place] for place in outside], [grads[place] for place in outside])
+        for param, grad, view in zip(params, grads, views, strict=True):
+            if grad is not view and grad is not None:
+                param.grad = view
         return missing
-
-    def _are_in_place(self) -> bool:
-        start, itemsize = self.buffer.data_ptr(), self.buffer.itemsize
-        return [view.data_ptr() for view in self.views] == [start + offset * itemsize for offset in self._offsets]
 
     def _is_used(self, places: Sequence[int]) -> bool:
         """Return whether somebody else has one of these views, or another tensor over its memory (`grad.detach()`)."""

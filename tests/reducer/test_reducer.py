@@ -161,14 +161,26 @@ def test_gradients_live_in_the_buckets() -> None:
         assert_views()
 
 
+def _move(module: nn.Module) -> None:
+    module._apply(torch.clone)
+
+
+def _turn(module: nn.Module) -> None:
+    for param in module.parameters():
+        assert param.grad is not None
+        is_square = param.ndim == 2 and param.shape[0] == param.shape[1]
+        param.grad = param.grad.t() if is_square else param.grad.detach()  # over the same memory
+
+
+@for_each("change", [_move, _turn])
 @on_ranks()
-def test_gradients_that_were_moved_with_the_module_are_reduced() -> None:
-    """As by `module.to`, between two micro-batches: torch gives gradients other memory, and leaves the objects."""
+def test_gradients_in_other_memory_or_another_order_are_reduced(change: Any) -> None:
+    """Between two micro-batches: `module.to` gives the gradient objects other memory, and a user may replace them."""
 
     def run(module: Any, backward: Any, no_sync: Any) -> None:
         with no_sync(), backward():
             module(batch(dist.get_rank(), 1)).sum().backward()
-        module._apply(torch.clone)
+        change(module)
         with backward():
             module(batch(dist.get_rank(), 2)).sum().backward()
 
