@@ -223,8 +223,7 @@ class EpochPosition(RunPart):
         progress = saved_progress(checkpoint)
         if not self._is_on or trainer.state.fn != "fit" or saved is None or progress is None:
             return
-        epochs, batches = progress.epochs["current"], progress.batches
-        num_batches = saved["num_batches"]
+        epochs, batches, num_batches = progress.epochs["current"], progress.batches, saved["num_batches"]
         is_end = batches["is_last_batch"] = batches["is_last_batch"] and num_batches == batches["current"]["ready"]
         # Those that follow a metric: after `on_train_epoch_end`, in which a `ModelCheckpoint` may save.
         is_schedule_due = epochs["completed"] < epochs["processed"] == epochs["started"]
@@ -338,8 +337,7 @@ class EpochPosition(RunPart):
         """Return how many samples of a loader are in the weights, and whether they are of its first pass."""
         position, num_ranks, num_before = self._loaders[index], self._trainer.world_size, resumed.saved["world_size"]
         saved = dict(enumerate(resumed.saved["loaders"])).get(index)
-        has_own_order = position.num_samples == math.inf and position.sampler is not None
-        is_of_other_ranks = has_own_order and num_before != num_ranks
+        is_of_other_ranks = position.num_samples == math.inf and position.sampler and num_before != num_ranks
         if saved is None or saved["own_batches"] != position.own_batches or is_of_other_ranks:
             rank_zero_warn(
                 "bucketddp: the data of this epoch begins again. Which samples are in the weights is not known: each"
@@ -427,8 +425,7 @@ class EpochPosition(RunPart):
             self._num_before = 0
             for position in self._loaders:
                 position.take_all()
-        combined = combined_loader(self._trainer.fit_loop)
-        cycles = len(self._loaders) > 1 and mode_of(combined) == "max_size_cycle"
+        cycles = len(self._loaders) > 1 and mode_of(combined_loader(self._trainer.fit_loop)) == "max_size_cycle"
         num_own = num_batches - self._place_loaders()
         known = known_metrics(self._trainer)
         monitors = {it.monitor for it in self._trainer.lr_scheduler_configs if it.reduce_on_plateau}

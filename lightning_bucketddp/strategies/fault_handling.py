@@ -53,60 +53,62 @@ class FaultHandler:
         self._is_over = False
         # Whether this rank saves for all (Note: one saver); None: the ranks have not aborted, so that rank zero does.
         self.is_saver: bool | None = None
-        access = access_store()
-        # Runs follow each other in one process group; each rank counts its runs.
-        run = f"bucketddp/{access.name}"
-        name = f"{run}/{access.store.add(f'{run}/num_runs/{rank}', 1)}"
-
-        this = weakref.ref(strategy)  # the watchdog must not keep the strategy alive
-        launched_as = range(strategy.world_size) if strategy.members is None else strategy.members
-        first_rank = launched_as[rank] - strategy.local_rank
-        # Whether the parent process has started the ranks without being one of them, and outlives them.
-        has_parent = strategy.options.start_method != "popen" or is_launched_by_torchrun()
+        self._strategy = weakref.ref(strategy)  # the watchdog must not keep the strategy alive
+        self._access = access_store()
+        self._launched_as = range(strategy.world_size) if strategy.members is None else strategy.members
+        self._first_rank = self._launched_as[rank] - strategy.local_rank
         timeouts = strategy.options.timeouts
-
-        def cut() -> None:
-            cut_connections(except_port=access.port)
-            if (strategy := this()) is None:
-                abort_device_groups()
-            else:
-                strategy.note_partial_step()
-                abort_device_groups(strategy.release_graphs)
-
-        def interrupt() -> None:
-            for handler in self._handlers:
-                handler.interrupt()
-
-        def claim(run_id: str) -> bool:
-            directory = None if (strategy := this()) is None else strategy.directory_to_save_in()
-            return directory is None or claim_file(directory, run_id)
-
-        def exit_status_of(rank: int) -> int | None:
-            launcher: Any = None if (strategy := this()) is None else strategy._launcher
-            return None if launcher is None else launcher.exit_status_of(launched_as[rank] - first_rank)
-
         self.watchdog = Watchdog(
-            SideChannel(
-                access.store,
-                name=name,
-                rank=rank,
-                world_size=strategy.world_size,
-                connections=Connections(access.port),
-                store_rank=0 if access.is_held_by_rank_zero else None,
-            ),
+            self._new_channel(strategy.world_size),
             self._progress,
             WatchdogActions(
-                cut=cut,
-                interrupt=interrupt,
+                cut=self._cut,
+                interrupt=self._interrupt,
                 signals_received=lambda: [number for handler in self._handlers for number in handler.received()],
-                exit_status_of=exit_status_of,
-                launcher_pid=os.getppid() if has_parent else None,
-                claim_file=claim,
+                exit_status_of=self._exit_status_of,
+                # If the parent process has started the ranks without being one of them, it outlives them.
+                launcher_pid=os.getppid()
+                if strategy.options.start_method != "popen" or is_launched_by_torchrun()
+                else None,
+                claim_file=self._claim_file,
             ),
             stall_warning_s=timeouts.stall_warning_s,
             timeout_s=(strategy.options.timeout or default_pg_timeout).total_seconds(),
             stall_timeout_s=timeouts.stall_s or math.inf,
         )
+
+    def _new_channel(self, world_size: int) -> SideChannel:
+        access = self._access
+        # Runs follow each other in one process group; each rank counts its runs.
+        run = f"bucketddp/{access.name}"
+        return SideChannel(
+            access.store,
+            name=f"{run}/{access.store.add(f'{run}/num_runs/{self._rank}', 1)}",
+            rank=self._rank,
+            world_size=world_size,
+            connections=Connections(access.port),
+            store_rank=0 if access.is_held_by_rank_zero else None,
+        )
+
+    def _cut(self) -> None:
+        cut_connections(except_port=self._access.port)
+        if (strategy := self._strategy()) is None:
+            abort_device_groups()
+        else:
+            strategy.note_partial_step()
+            abort_device_groups(strategy.release_graphs)
+
+    def _interrupt(self) -> None:
+        for handler in self._handlers:
+            handler.interrupt()
+
+    def _claim_file(self, run_id: str) -> bool:
+        directory = None if (strategy := self._strategy()) is None else strategy.directory_to_save_in()
+        return directory is None or claim_file(directory, run_id)
+
+    def _exit_status_of(self, rank: int) -> int | None:
+        launcher: Any = None if (strategy := self._strategy()) is None else strategy._launcher
+        return None if launcher is None else launcher.exit_status_of(self._launched_as[rank] - self._first_rank)
 
     def begin(self) -> None:
         self._wakeup.install()

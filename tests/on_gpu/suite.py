@@ -300,8 +300,11 @@ def main() -> int:
             failed += 1
             print(f"FAILED {name}\n{traceback.format_exc()}", flush=True)
         else:
-            shown = result if result and any(value is not None for value in result) else ""
-            print(f"passed {name} ({time.monotonic() - start:.1f} s) {str(shown)[:300]}", flush=True)
+            has_nothing = result is None or (isinstance(result, list) and all(value is None for value in result))
+            print(
+                f"passed {name} ({time.monotonic() - start:.1f} s) {'' if has_nothing else str(result)[:300]}",
+                flush=True,
+            )
     close_pools()
     for module in TRAINER_RUNS:
         if wanted and not any(part in module for part in wanted):
