@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from benchmarks.loop import OPTIMIZERS, LoopSettings
 from benchmarks.models import Layer, Workload, build
 from benchmarks.ranks import NUM_RANKS, synchronize
 from benchmarks.variants import Variant
+from lightning_bucketddp.reducer.bucket import BufferedBucket
 
 pl = import_module("lightning.pytorch" if find_spec("lightning") is not None else "pytorch_lightning")
 
@@ -85,6 +87,15 @@ class Fits:
         return [monitor(every_n_steps=variant.records_every, dirpath=self._folder.name, summary=False)]
 
 
+_collect = BufferedBucket.collect
+
+
+def _collect_in_new_memory(bucket: BufferedBucket) -> list[int]:
+    if all(param.grad is not view for param, view in zip(bucket.params, bucket.views, strict=True)):
+        bucket._allocate()
+    return _collect(bucket)
+
+
 class OpenFits(Fits):
     """Variants that take turns, each a fit that waits between its turns and so has to settle only once."""
 
@@ -99,7 +110,9 @@ class OpenFits(Fits):
         # What others have driven out of the caches comes back in a step that is not measured.
         num_unmeasured = self._variants[name].steps_to_settle if is_new else 1
         accumulate, steps = self._settings.accumulate, self._settings.steps
-        return breaks.go_on(_Turn(num_unmeasured * accumulate, steps * accumulate)) / steps
+        collect = _collect_in_new_memory if self._variants[name].takes_memory else _collect
+        with patch.object(BufferedBucket, "collect", collect):
+            return breaks.go_on(_Turn(num_unmeasured * accumulate, steps * accumulate)) / steps
 
     def environment(self, names: Sequence[str]) -> dict[str, str]:
         """The variables of these names, as far as they are set."""

@@ -43,6 +43,7 @@ class Variant:
         steps_to_settle: after how many steps every further one is like the last.
         local_steps: how many a rank makes alone between two exchanges of weights; None: gradients are exchanged.
         records_every: after how many steps a `BucketDDPMonitor` records one, through the Trainer; None: there is none.
+        takes_memory: whether buckets take new memory in each backward, through the Trainer.
         compiled: the mode of `torch.compile` for the model, through the Trainer; None: it is not compiled.
     """
 
@@ -56,6 +57,7 @@ class Variant:
     steps_to_settle: int = 5
     local_steps: int | None = None
     records_every: int | None = None
+    takes_memory: bool = False
     compiled: str | None = None
 
 
