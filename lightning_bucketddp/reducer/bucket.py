@@ -96,6 +96,7 @@ class BufferedBucket:
         self._device = device
         layout = layout or BufferLayout.of(params)
         self._offsets = layout.offsets
+        self._empty = [position for position, param in enumerate(params) if not param.numel()]
         self._num_reals = layout.numel * (2 if self._dtype.is_complex else 1)
         self._num_flags = num_flags
         self.num_bytes = (self._num_reals + num_flags) * self._dtype.to_real().itemsize
@@ -131,8 +132,7 @@ class BufferedBucket:
         self._take_memory()
         params, views = self.params, self.views
         grads: list[Any] = [param.grad for param in params]
-        start, itemsize = self.buffer.data_ptr(), self.buffer.itemsize
-        addresses = [start + offset * itemsize for offset in self._offsets]
+        addresses = self._addresses()
         outside = [
             place
             for place, (grad, view) in enumerate(zip(grads, views, strict=True))
@@ -152,6 +152,13 @@ class BufferedBucket:
             if grad is not view and grad is not None:
                 param.grad = view
         return missing
+
+    def _addresses(self) -> list[int]:
+        start, itemsize = self.buffer.data_ptr(), self.buffer.itemsize
+        addresses = [start + offset * itemsize for offset in self._offsets]
+        for place in self._empty:
+            addresses[place] = 0  # as torch gives it
+        return addresses
 
     def _is_used(self, places: Sequence[int]) -> bool:
         """Return whether somebody else has one of these views, or another tensor over its memory (`grad.detach()`)."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_bucketddp.reducer.bucket import LateGradientError
+from lightning_bucketddp.reducer.bucket import BufferedBucket, LateGradientError
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError
 from tests.support.cases import for_each
@@ -159,6 +159,29 @@ def test_gradients_live_in_the_buckets() -> None:
         with reducer.no_sync() if accumulates else nullcontext():
             _backward(reducer, model(batch(0, number)).sum())
         assert_views()
+
+
+@for_each("may_be_resized", [False, True])
+def test_a_bucket_keeps_its_memory_as_long_as_no_gradient_is_kept(may_be_resized: bool) -> None:
+    shapes = [(3, 4), (0, 4), (5,), ()]
+    params = [nn.Parameter(torch.zeros(shape, device=device())) for shape in shapes]
+    params.append(nn.Parameter(torch.zeros(2, 3, 4, 5, device=device()).to(memory_format=torch.channels_last)))
+    bucket = BufferedBucket(params, num_flags=2, device=device(), may_be_resized=may_be_resized)
+    kept: list[tuple[Tensor, Tensor]] = []
+    for step in range(6):
+        before = bucket.wire.data_ptr()
+        for param in params:
+            param.grad = torch.full_like(param, step)
+        assert bucket.collect() == []
+        assert (bucket.wire.data_ptr() == before) == (step not in (3, 5))
+        assert all(param.grad is view for param, view in zip(params, bucket.views, strict=True))
+        assert all(torch.equal(param.grad, torch.full_like(param, step)) for param in params)  # type: ignore[arg-type]
+        gradient = params[3].grad
+        assert gradient is not None
+        if step in (2, 4):
+            kept.append((gradient if step == 2 else gradient.detach(), gradient.clone()))
+        del gradient
+    assert all(torch.equal(gradient, copy) for gradient, copy in kept)
 
 
 def _move(module: nn.Module) -> None:
