@@ -372,7 +372,7 @@ class CapturedSteps(RunPart):
                 reducer.finiteness.check_loss(loss)
             weight = strategy.loss_factor()
             loss = precision.pre_backward(loss if weight == 1 else loss * weight, module)
-            with reducer.backward():
+            with reducer.captured_backward(backward):
                 precision.backward(loss, module, closure.optimizer)
             precision.post_backward(loss, module)
         return result, logged, backward

@@ -72,19 +72,18 @@ def new_graph(device: torch.device) -> Callable[[], CUDAGraph] | None:
 
 @contextmanager
 def captured_in(reducer: Reducer, loss_digest: Tensor | None) -> Iterator[CapturedBackward]:
-    """Run one backward inside that only exchanges gradients: `replay_backward` does the rest.
+    """Capture a step with one `captured_backward` inside; afterwards counts and digests are what they were.
 
     All ranks do this in the same step; one that captures nothing also runs its backward inside. The yielded object is
     complete at the end of the block. `loss_digest` holds earlier losses that are not exchanged yet.
     """
     stats, digest = replace(reducer.stats), reducer.finiteness.loss_digest
     reducer.finiteness.loss_digest = loss_digest
-    reducer.captured = captured = CapturedBackward()
+    captured = CapturedBackward()
     try:
         yield captured
     finally:
         captured.loss_digest, reducer.finiteness.loss_digest = reducer.finiteness.loss_digest, digest
-        reducer.captured = None
         for field in fields(stats):
             setattr(reducer.stats, field.name, getattr(stats, field.name))
 

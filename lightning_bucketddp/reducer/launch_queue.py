@@ -171,12 +171,11 @@ class BackwardPass:
     trainable: tuple[bool, ...]  # by parameter
     syncs: bool  # gradients are exchanged at its end, if not before
     observer: BackwardObserver
-    tuner: PlanTuner | None  # measures it, to compute a better plan
     bucket_set: BucketSet | None  # None: there is no plan yet
     queue: LaunchQueue | None  # None: nothing is launched before the end
-    factor: float | None  # what the mean is multiplied by; None: that is known at the end
-    some_miss: bool  # all ranks compare what they miss when it ends
-    captured: CapturedBackward | None  # set while it is captured: only gradients are exchanged
+    tuner: PlanTuner | None = None  # measures it, to compute a better plan
+    factor: float | None = None  # what the mean is multiplied by; None: that is known at the end
+    some_miss: bool = False  # all ranks compare what they miss when it ends
     # Parameters whose gradients arrived, as long as there is no plan, and the streams on which they did.
     arrived: list[int] = field(default_factory=list)
     streams: set[torch.cuda.Stream] = field(default_factory=set)

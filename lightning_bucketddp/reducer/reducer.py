@@ -95,7 +95,6 @@ class Reducer:
         # What was trainable in backwards without synchronisation, since the last one with it.
         self.accumulated: tuple[bool, ...] = ()
         self._backward: BackwardPass | None = None
-        self.captured: CapturedBackward | None = None  # the backward is being captured (`replay`)
         self.factor = 1.0  # what the mean was multiplied by in the last backward that was not captured
         self._failure = ""
         self._index_of = {id(param): index for index, param in enumerate(self.params)}
@@ -157,14 +156,10 @@ class Reducer:
         backwards). `takes_part`: the module certainly does, on all ranks; otherwise its first gradient shows it.
         """
         if self.is_alone:
-            if self.captured is None:
-                self.finiteness.begin()
-                self.finiteness.catch_up(self.stats)
-            else:
-                self.captured.trainable = self.trainable()
+            self.finiteness.begin()
+            self.finiteness.catch_up(self.stats)
             yield
-            if self.captured is None:
-                self.finish_alone()
+            self.finish_alone()
             return
         if self._backward is not None:  # it is nested in another one
             yield
@@ -183,6 +178,40 @@ class Reducer:
             raise
         self._finish()
 
+    @contextmanager
+    def captured_backward(self, captured: CapturedBackward) -> Iterator[None]:
+        """Run a backward inside that only exchanges gradients, and note in `captured` what a replay of it needs.
+
+        The plan is settled. Weights, non-finite checks and messages between ranks belong to each replay (`graphs`).
+        """
+        captured.trainable, captured.syncs = self.trainable(), self.is_synchronised
+        if self.is_alone:
+            yield
+            return
+        self.refuse_after_failure()
+        self._num_foreign = self._foreign.count()
+        self.give_back_memory()
+        captured.bucket_set = bucket_set = self.plans.bucket_set(captured.trainable)
+        assert bucket_set is not None
+        self._hooks.begin(bucket_set)
+        queue = self._new_queue(bucket_set, NO_OBSERVER) if captured.syncs else None
+        self._backward = BackwardPass(
+            trainable=captured.trainable, syncs=captured.syncs, observer=NO_OBSERVER, bucket_set=bucket_set, queue=queue
+        )
+        try:
+            yield
+            self._check_user_collectives()
+            if queue is not None:
+                with self._foreign.left_out(), torch.no_grad():
+                    queue.launch_rest()
+                    captured.missing = list(queue.missing)
+                    captured.bytes_sent = sum(pending.bytes_sent for pending in queue.in_flight)
+                    queue.wait(factor=1.0, all_miss_the_same=True)
+        finally:
+            self._backward = None
+            self._hooks.reset()
+        self.bucket_set = bucket_set
+
     def finish_alone(self) -> None:
         if self._no_sync_depth == 0:
             self.stats.num_backwards += 1
@@ -200,8 +229,8 @@ class Reducer:
     def fail(self, error: BaseException) -> None:
         self._backward = None
         self._hooks.reset()
-        # Also if no gradient has arrived here yet: on other ranks some may have. A captured backward has not run yet.
-        if self._no_sync_depth == 0 and self.captured is None:
+        # Also if no gradient has arrived here yet: on other ranks some may have.
+        if self._no_sync_depth == 0:
             self._failure = f"{type(error).__name__}: {error}"
 
     def settled(self) -> tuple[bool, ...] | None:
@@ -268,20 +297,17 @@ class Reducer:
             backward.queue.launch_complete()
 
     def _begin(self) -> BackwardPass:
-        captured = self.captured
         with self._foreign.left_out():
-            if captured is None:
-                self.factor = 1.0
-                self.finiteness.begin()
-                self.finiteness.catch_up(self.stats)
+            self.factor = 1.0
+            self.finiteness.begin()
+            self.finiteness.catch_up(self.stats)
             self.give_back_memory()
-            if self.maker is not None and captured is None:
+            if self.maker is not None:
                 self.maker.begin_backward()
         trainable = self.trainable()
         syncs = self.is_synchronised
-        if captured is None:
-            self.accumulated = () if syncs else trainable
-        weighting = self.weighting if captured is None else None
+        self.accumulated = () if syncs else trainable
+        weighting = self.weighting
         has_changed = weighting is not None and weighting.begin(self.params, syncs=syncs, trainable=trainable)
         if self.plans.will_change(trainable):
             # There may be no memory for old buffers and new ones at once.
@@ -299,12 +325,9 @@ class Reducer:
             tuner=self.plans.tuner(trainable) if syncs else None,
             bucket_set=bucket_set,
             queue=None if bucket_set is None or not syncs else self._new_queue(bucket_set, observer),
-            factor=factor if captured is None else 1.0,
+            factor=factor,
             some_miss=syncs and weighting is not None and weighting.some_miss,
-            captured=captured,
         )
-        if captured is not None:
-            captured.trainable, captured.syncs, captured.bucket_set = trainable, syncs, bucket_set
         if backward.tuner is not None:
             backward.tuner.backward_began()
         observer.backward_began()
@@ -364,8 +387,6 @@ class Reducer:
         with torch.no_grad(), profiler_span("bucketddp::finish"):
             if any(backward.trainable):
                 self._reduce_rest(backward, factor)
-            if backward.captured is not None:
-                return
             self.factor = factor
             if self.weighting is not None:
                 self.weighting.end()
@@ -390,14 +411,9 @@ class Reducer:
         if backward.queue is None:
             backward.bucket_set = self.plans.make(backward.trainable, backward.arrived, backward.streams)
             backward.queue = self._new_queue(backward.bucket_set, backward.observer)
-        queue, captured, weighting = backward.queue, backward.captured, self.weighting
+        queue, weighting = backward.queue, self.weighting
         queue.launch_rest()
-        if captured is not None:
-            captured.missing = list(queue.missing)
-            captured.bytes_sent = sum(pending.bytes_sent for pending in queue.in_flight)
-            all_miss_the_same = True
-        else:
-            all_miss_the_same = weighting is not None and weighting.compare_missing(
-                queue.missing, some_miss=backward.some_miss
-            )
+        all_miss_the_same = weighting is not None and weighting.compare_missing(
+            queue.missing, some_miss=backward.some_miss
+        )
         queue.wait(factor=factor, all_miss_the_same=all_miss_the_same)
