@@ -10,7 +10,7 @@ Note: memory between steps
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,6 @@ from lightning_bucketddp.planning.plan import Sharding
 _ALIGN_BYTES = 64
 # A smaller buffer is not worth the time.
 _GIVE_BACK_FROM_BYTES = 1 * MIB
-# Older versions of torch do not count who uses a storage.
-_num_uses_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 # Sentinel: more gradients than ever arrive, so nothing is acted on.
 UNKNOWN = sys.maxsize
 
@@ -169,11 +167,10 @@ class BufferedBucket:
 
     def _num_uses(self, places: Sequence[int]) -> int:
         """Return how many tensors use the memory of these views; with a storage for each, that which most use."""
-        if _num_uses_of is None:
-            return 0
-        if self._has_whole_storage:
-            return _num_uses_of(self._storage._cdata)
-        return max([_num_uses_of(self.views[place].untyped_storage()._cdata) for place in places], default=0)
+        storages = [self._storage]
+        if not self._has_whole_storage:
+            storages = [self.views[place].untyped_storage() for place in places]
+        return max([torch._C._storage_Use_Count(storage._cdata) for storage in storages], default=0)
 
     def _view(self, buffer: Tensor, position: int) -> Tensor:
         param = self.params[position]

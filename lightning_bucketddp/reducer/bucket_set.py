@@ -15,8 +15,8 @@ from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.reducer.bucket import Bucket, BufferedBucket, BufferLayout, InPlaceBucket, SparseBucket
 from lightning_bucketddp.wording import pluralize
 
-# Where memory is taken and given back in each step, if torch counts who uses it.
-_GIVE_BACK_ON = ("cuda",) if hasattr(torch._C, "_storage_Use_Count") else ()
+# Where memory is taken and given back in each step.
+_GIVE_BACK_ON = ("cuda",)
 
 
 class Flags:

@@ -34,6 +34,7 @@ TORCH: list[tuple[object, str]] = [
     (torch.nn.modules.batchnorm, "_BatchNorm"),
     (torch.nn.parallel.DistributedDataParallel, "_active_ddp_module"),
     (torch.UntypedStorage, "_cdata"),
+    (torch._C, "_storage_Use_Count"),
     (torch.Tensor, "_backward_hooks _indices _post_accumulate_grad_hooks _use_count _values _version"),
     (torch.optim.Optimizer, "_process_value_according_to_param_policy"),
     (torch.optim.SGD([torch.zeros(1)]), "_optimizer_step_post_hooks _optimizer_step_pre_hooks"),
@@ -47,8 +48,8 @@ TORCH: list[tuple[object, str]] = [
     ),
 ]
 OF_TORCH = {name for _, names in TORCH for name in names.split()}
-# Used where torch has it (see `_GIVE_BACK_ON`), or on a GPU.
-NEWER_TORCH = {"_storage_Use_Count", "_cuda_clearCublasWorkspaces"}
+# Builds of torch for CPUs do not have it.
+OF_CUDA = {"_cuda_clearCublasWorkspaces"}
 # Attributes and methods of Lightning's classes that our classes, which derive from them, override or share.
 INHERITED = {
     *("_accelerator", "_backward_sync_control", "_configure_launcher", "_launcher", "_setup_model"),  # by strategies
@@ -60,7 +61,7 @@ OF_USERS = {"_ddp_params_and_buffers_to_ignore", "_distributed", "_orig_mod"}
 # Names that look private to the scanner but are ours or the standard library's.
 OURS = {
     *("_bucketddp_raised_in", "_even_original", "_sync_original", "_sync_collectives", "_sync_is_idle"),
-    *("_typeshed", "_ParallelStrategy", "_TorchCheckpointIO", "_view"),
+    *("_typeshed", "_ParallelStrategy", "_TorchCheckpointIO", "_allocate", "_view"),
 }
 STANDARD = {"__cxa_atexit", "_current_frames", "_exit", "_replace"}
 
@@ -126,7 +127,7 @@ def outside_of_the_place_for_it() -> dict[str, set[str]]:
     lightnings = {name for path in allowed for name in names[path]} - OURS - OF_TORCH
     # `object._thing` of our own classes is fine where a class of ours defines it.
     defined = {name for source in sources.values() for name in _defined_on_self(source)}
-    listed = {*OF_TORCH, *NEWER_TORCH, *METRICS, *INHERITED, *OF_USERS, *OURS, *STANDARD}
+    listed = {*OF_TORCH, *OF_CUDA, *METRICS, *INHERITED, *OF_USERS, *OURS, *STANDARD}
     unknown = {path: found & lightnings | found - listed - defined for path, found in names.items()}
     return {path: found for path, found in unknown.items() if found and path not in allowed}
 

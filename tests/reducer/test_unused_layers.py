@@ -15,7 +15,6 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange, Weighting
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer import bucket, bucket_set
-from lightning_bucketddp.reducer.bucket_set import _GIVE_BACK_ON
 from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 from lightning_bucketddp.reducer.observer import BackwardObserver
 from lightning_bucketddp.reducer.reducer import Reducer
@@ -119,7 +118,6 @@ def none(rank: int, step: int) -> list[int]:
     return []
 
 
-@pytest.mark.skipif(not _GIVE_BACK_ON, reason="an older torch does not count who uses memory: it is kept")
 @pytest.mark.parametrize("kept", ["nothing", "gradient", "alias"])
 def test_memory_of_gradients_is_given_back_unless_one_is_kept(kept: str) -> None:
     for held in run_on_ranks(memory_is_given_back, kept=kept):
