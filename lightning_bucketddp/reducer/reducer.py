@@ -289,8 +289,10 @@ class Reducer:
         if bucket.arrivals.launched:
             raise self.plans.late_gradient(index, bucket_index)
         if backward.queue is None:
-            # Later micro-batches then accumulate into the buffer: no copy, and no second set of gradients.
-            bucket.collect()
+            # Later micro-batches then accumulate into the buffer: no copy, and no second set of gradients. Those with a
+            # graph (`create_graph`) stay: in the buffer they would keep it, or lose it.
+            if not torch.is_grad_enabled():
+                bucket.collect()
             return
         backward.observer.bucket_ready(bucket_index)
         if not self._holds:

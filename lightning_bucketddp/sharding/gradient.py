@@ -24,7 +24,7 @@ _OF_NO_NUMBERS = {
     *("shape", "dtype", "device", "layout", "is_sparse", "is_cuda", "is_cpu", "is_leaf", "is_meta", "is_quantized"),
     *("requires_grad", "grad", "grad_fn", "ndim", "nbytes", "itemsize", "_version", "_backward_hooks", "data"),
     *("size", "stride", "dim", "numel", "nelement", "element_size", "storage_offset", "is_contiguous"),
-    *("requires_grad_", "detach_", "type", "detach"),
+    *("requires_grad_", "type", "detach"),
     *("is_floating_point", "is_complex", "get_device", "data_ptr", "untyped_storage", "register_hook", "__len__"),
     *("__hash__", "is_same_size", "is_coalesced", "has_names", "is_inference", "is_pinned"),
     "_has_compatible_shallow_copy_type",
@@ -127,6 +127,8 @@ class ShardedGradient(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 if func(*args, **given) is args[0]:
                     return args[0]
+        if name == "detach_":
+            return args[0]  # it has no graph; autograd would refuse it, because it is a view
         if divided and name == "data = ..." and args[1].data_ptr() == args[0].data_ptr():
             return None
         if divided and name not in _OF_NO_NUMBERS:

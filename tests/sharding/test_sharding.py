@@ -297,6 +297,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "rows": lambda gradient: gradient.__setitem__(slice(0, 2), 0.0),
     "noise": lambda gradient: gradient.add_(torch.ones_like(gradient) + gradient.new_zeros(1)),
     "data.add_": lambda gradient: gradient.data.add_(1),
+    "detach_": lambda gradient: gradient.detach_().mul_(2),
     "nan_to_num_": lambda gradient: torch.nan_to_num_(gradient),
     "masked_fill_": lambda gradient: gradient.masked_fill_(torch.eye(6) > 0, 3.0),
     "addcmul_": lambda gradient: gradient.addcmul_(torch.eye(6), torch.ones(6), value=0.5),

@@ -108,6 +108,13 @@ class NotFinite(Plain):
         return loss * torch.inf if batch_idx == 3 and self.global_rank == 1 else loss
 
 
+class KeepsGraphs(Plain):
+    """Asks for a graph of the gradients in the first micro-batch of each window."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(create_graph=self.trainer.fit_loop.batch_idx % 2 == 0)
+
+
 class PostHooks(Plain):
     """Has hooks around steps from `configure_optimizers` on: rows are normalised, and an average is kept."""
 
@@ -179,6 +186,7 @@ EXACT = {
     "overflow_of_a_scaler": Program(Overflowing, overflowing_scaler, {"on_nonfinite": None}),
     "step_skipped_for_a_nan": Program(NotFinite, accumulate, {"on_nonfinite": "skip"}),
     "hooks_around_steps": Program(PostHooks),
+    "graphs_of_gradients": Program(KeepsGraphs, accumulate),
 }
 # But for the order in which numbers are added, or rounded.
 ROUNDED: dict[str, Program] = {
