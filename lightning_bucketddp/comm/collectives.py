@@ -90,6 +90,9 @@ class Collectives:
         # Made once: `dist.all_reduce` makes them each time, after checks that cannot fail here.
         self._asynchronously = {op: _asynchronously(op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)}
         self._group_averages = self._probe_average()
+        if dist.get_backend(self.group) == "gloo":
+            # A program may end now, and others may still be connecting to this rank, or asking its store for addresses.
+            dist.barrier(self.group)
         factor = torch.tensor(1 / self.world_size, dtype=torch.float64)
         self._factors = {dtype: factor.to(dtype) for dtype in (torch.float32, torch.float64)}
         self._further: dict[str, Collectives] = {}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
 from lightning_bucketddp.comm.collectives import Collectives
 from tests.support.cases import for_each
-from tests.support.ranks import device, on_ranks
+from tests.support.ranks import device, on_ranks, run_on_ranks
 
 
 @on_ranks()
@@ -43,3 +48,28 @@ def test_json_of_any_size_is_shared() -> None:
         texts = [str(number) * size for number, size in enumerate(sizes)]
         assert collectives.gather_json(texts[rank]) == texts
         assert collectives.broadcast_json(texts[rank], source=1) == texts[1]
+
+
+def other_has_group(directory: Path) -> bool:
+    """Make a group, in which rank 1 arrives late; return whether it is there when this rank goes on."""
+    new_group, file = dist.new_group, directory / "rank 1"
+
+    def new_group_late(*args: Any, **kwargs: Any) -> Any:
+        group = new_group(*args, **kwargs)
+        if dist.get_rank() == 1:
+            time.sleep(0.3)  # as if it were still connecting
+            file.touch()
+        return group
+
+    collectives = Collectives(device())
+    with mock.patch.object(dist, "new_group", new_group_late):
+        collectives.host_group()
+    is_there = file.exists()
+    dist.barrier()
+    collectives.close_host_groups()
+    return is_there
+
+
+def test_no_rank_leaves_a_new_group_while_others_connect(tmp_path: Path) -> None:
+    """It might end the program then, and the others would have a connection error."""
+    assert run_on_ranks(other_has_group, world_size=2, directory=tmp_path) == [True, True]
