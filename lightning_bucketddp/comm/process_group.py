@@ -161,6 +161,7 @@ class RollCall:
 
     def __init__(self, *, rank: int, world_size: int, timeout_s: float) -> None:
         self.number = 0
+        self.broken_by: RuntimeError | None = None  # the store's error, if that is gone
         self._access = access_store()
         self._store = self._access.store
         self._rank = rank
@@ -198,9 +199,10 @@ class RollCall:
         """Add `number` in the store, and return the sum; None: the store is gone."""
         try:
             return int(self._store.add(key, number))
-        except RuntimeError:
+        except RuntimeError as error:
             if self._access.is_there:
                 raise
+            self.broken_by = error
             return None
 
     def _gone(self) -> list[int]:

@@ -165,7 +165,7 @@ class TrainerCheckpoints:
             raise RuntimeError(
                 f"Rank {strategy.global_rank} saves {what}, and {list_some_ranks(sorted(set(absent)))} did not. Call"
                 " `trainer.save_checkpoint` on all ranks: rank 0 writes the file."
-            )
+            ) from roll_call.broken_by  # by which the watchdog knows that it has to find out who died
 
     def save(self, checkpoint: dict[str, Any], path: Any, write: Callable[[dict[str, Any], Any], None]) -> None:
         """Compare the replicas, then `write` on rank zero; a failure is raised on every rank."""

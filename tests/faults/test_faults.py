@@ -175,6 +175,13 @@ def test_death_of_one_rank_ends_the_others(what: str, rank: int, said: str, tmp_
     assert [ended.results[f"seen{r}"]["is_global_zero"] for r in {0, 1, 2} - {rank}] == [True, False]
 
 
+def test_death_of_rank_zero_before_a_save_is_not_taken_for_a_save_of_one_rank(tmp_path: Path) -> None:
+    """With it goes the store, where the other rank waits for all to save."""
+    ended = end_of(tmp_path, fault=Fault("SIGKILL", "on_save_checkpoint", rank=0), save_every=1)
+    assert ended.results["seen1"]["type"] == "RankFailedError"
+    assert f"Rank 0 (process {ended.results['fault']['pid']}" in ended.results["seen1"]["message"]
+
+
 @pytest.mark.long
 def test_death_in_a_backward_ends_a_thread_that_waits_for_what_was_sent(tmp_path: Path) -> None:
     ended = end_of(tmp_path, fault=Fault("SIGKILL", "backward"), world_size=3, reduce_dtype="int8")

@@ -156,6 +156,9 @@ class Model(LightningModule):
         write(self._directory / f"progress{self.global_rank}.json", {"step": self.trainer.global_step})
         time.sleep(self._pause_after_s)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._may_fail("on_save_checkpoint", self.trainer.fit_loop.epoch_loop.batch_idx)
+
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self._may_fail("validation_step", batch_idx)
         self.log("loss", self.layers(batch).mean(), sync_dist=True)
