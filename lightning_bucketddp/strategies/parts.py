@@ -349,8 +349,8 @@ class UnfinishedBatch(RunPart):
         if is_repeated and self._has_copies_of_step:
             self.undo()
 
-    def undo_in(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Undo in `state_dict` the changes of micro-batches after the last step, if a resumed run repeats them.
+    def undo_in(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+        """Undo in `checkpoint` the changes of micro-batches after the last step, if a resumed run repeats them.
 
         Return the random state after that step, if there is one to save.
         """
@@ -358,10 +358,13 @@ class UnfinishedBatch(RunPart):
             return None
         now = {place: getattr(*place, None) for place in self._kept}
         copy_of = {buffer.data_ptr(): self._kept[place][1] for place, buffer in now.items() if buffer is not None}
-        for name, tensor in state_dict.items():
-            copy = copy_of.get(tensor.data_ptr()) if isinstance(tensor, Tensor) else None
-            if copy is not None and copy.shape == tensor.shape:
-                state_dict[name] = copy
+        # `WeightAveraging` moves what is trained from `state_dict` to an entry of its own.
+        for state in [entry for entry in checkpoint.values() if isinstance(entry, dict)]:
+            for name, tensor in state.items():
+                is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+                copy = copy_of.get(tensor.data_ptr()) if is_dense else None
+                if copy is not None and copy.shape == tensor.shape:
+                    state[name] = copy
         return self._random_state
 
     @property

@@ -198,7 +198,7 @@ class TrainerCheckpoints:
         can_resume = "optimizer_states" in checkpoint  # otherwise the user saves weights only
         before: dict[str, Any] | None = None
         if can_resume and (unfinished := strategy._state.unfinished) is not None:
-            before = unfinished.undo_in(checkpoint["state_dict"])
+            before = unfinished.undo_in(checkpoint)
         if can_resume and (state := self._training_state(path, random_state=before)):
             checkpoint[_OURS] = state
         # After an exception the process may end at any time, so this save completes before anything else.

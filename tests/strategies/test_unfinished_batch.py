@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import LightningModule, callbacks, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,19 +62,21 @@ class Remembering(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def fit(directory: Path, module: Remembering, *, accumulate: int, ckpt_path: Path | None = None) -> dict[str, Tensor]:
+def fit(
+    directory: Path, module: Remembering, *, accumulate: int, ckpt_path: Path | None = None, averages: bool = False
+) -> dict[str, Tensor]:
     AutoResume.num_fits_ended.clear()  # as a new process
     seed_everything(3)
     for param in module.parameters():
         nn.init.uniform_(param, -0.5, 0.5)
-    saving = [OnExceptionCheckpoint(directory / "saved"), ModelCheckpoint(directory / "saved")]
+    saving: list[Any] = [OnExceptionCheckpoint(directory / "saved"), ModelCheckpoint(directory / "saved")]
     trainer = make_trainer(
         BucketDDPStrategy(auto_resume=True, rank_seeds=True),
         max_epochs=1,
         default_root_dir=directory,
         enable_checkpointing=True,
         accumulate_grad_batches=accumulate,
-        callbacks=saving,
+        callbacks=saving + ([callbacks.WeightAveraging()] if averages else []),
     )
     inputs = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
     trainer.fit(module, DataLoader(TensorDataset(inputs), batch_size=4), ckpt_path=ckpt_path)
@@ -97,13 +99,15 @@ def test_a_batch_that_failed_is_counted_once(fails_in: str, accumulate: int, tmp
     assert differing == []
 
 
+# Lightning before 2.6 has no `WeightAveraging`.
+@pytest.mark.parametrize("averages", [False, True] if hasattr(callbacks, "WeightAveraging") else [False])
 @on_ranks()
 @like_torchrun()
-def test_micro_batches_before_a_checkpoint_that_are_repeated_are_counted_once(tmp_path: Path) -> None:
+def test_micro_batches_before_a_checkpoint_that_are_repeated_are_counted_once(averages: bool, tmp_path: Path) -> None:
     """Compare a run that saves between two steps with one that goes on from there."""
-    undisturbed = fit(tmp_path / "undisturbed", Remembering(saves_at=4), accumulate=3)
+    undisturbed = fit(tmp_path / "undisturbed", Remembering(saves_at=4), accumulate=3, averages=averages)
     path = tmp_path / "undisturbed" / "here.ckpt"
-    resumed = fit(tmp_path / "resumed", Remembering(), accumulate=3, ckpt_path=path)
+    resumed = fit(tmp_path / "resumed", Remembering(), accumulate=3, ckpt_path=path, averages=averages)
     assert torch.load(path, weights_only=True)["bucketddp"]["position"]["num_batches"] == 3
     differing = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, resumed[name])]
     assert differing == []
