@@ -33,9 +33,15 @@ class RunPart:
     def before_forward(self) -> None:
         """Prepare for `training_step`."""
 
+    @property
+    def loss_factor(self) -> float:
+        """What `weigh` multiplies the loss of this batch by."""
+        return 1.0
+
     def weigh(self, loss: Tensor) -> Tensor:
-        """Return the loss for backward."""
-        return loss
+        """Return the loss for backward, and count the batch."""
+        factor = self.loss_factor
+        return loss if factor == 1 else loss * factor
 
     def complete_step(self) -> None:
         """Note that an optimizer has stepped."""

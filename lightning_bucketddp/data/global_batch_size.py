@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from lightning_bucketddp.data.evaluation import changed_loader
@@ -79,7 +78,11 @@ class StepSampler(BatchSampler):
 
         first = index - index % self._batches_per_step
         step = range(max(first, num_before), int(min(first + self._batches_per_step, num_batches)))
-        return size_of(index) * self._batches_per_step / sum(map(size_of, step))
+        # After its own batches a rank repeats one, with weight zero (`uneven_data`).
+        own = [size_of(batch) for batch in step if size_of(batch) > 0]
+        if size_of(index) <= 0:
+            return 1.0
+        return size_of(index) * self._batches_per_step * len(own) / (sum(own) * len(step))
 
 
 @dataclass(eq=False)
@@ -165,10 +168,10 @@ class GlobalBatchSize(RunPart):
             f" {found}."
         )
 
-    def weigh(self, loss: Tensor) -> Tensor:
+    @property
+    def loss_factor(self) -> float:
         if self._sampler is None or not self.weighs:
-            return loss
+            return 1.0
         assert self._trainer is not None
         index, num_batches = self._trainer.fit_loop.epoch_loop.batch_idx, self._trainer.num_training_batches
-        factor = self._sampler.loss_factor(index, num_batches=num_batches, begun=self.begun())
-        return loss if factor == 1 else loss * factor
+        return self._sampler.loss_factor(index, num_batches=num_batches, begun=self.begun())

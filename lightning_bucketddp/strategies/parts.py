@@ -173,7 +173,7 @@ class BatchWeighting(RunPart):
     weighting: Weighting | None = None  # passed to the reducer; None: it takes plain means
     _weight: float | None = None
     _reference_weight: float | None = None
-    _skipped_loss: Tensor | None = None
+    _skips: bool = False  # in the backward that comes next
 
     def __post_init__(self) -> None:
         # A rank that repeats a batch has gradients of zero, with which an optimizer with momentum would still step.
@@ -222,31 +222,29 @@ class BatchWeighting(RunPart):
         """Drop what belongs to a step that does not end."""
         if self.weighting is not None:
             self.weighting.forget()
-        self._skipped_loss = None
+        self._skips = False
 
     def skip(self) -> SkippedStep | None:
         """Return a substitute for a loss of None, if the other ranks need a backward of this one."""
         if self.trainer.world_size == 1:
             return None  # Lightning skips the batch
-        self._skipped_loss = torch.zeros((), device=self.collectives.device, requires_grad=True)
-        return SkippedStep(self._skipped_loss)
+        self._skips = True
+        return SkippedStep(torch.zeros((), device=self.collectives.device, requires_grad=True))
 
     def weigh(self, loss: Tensor) -> Tensor:
         if self.weighting is None:
             return loss
         # This comes first, because it may exchange messages.
         weight = 1.0 if self.weight_of is None else self._relative_weight()
-        if loss is self._skipped_loss:
-            self._skipped_loss = None
+        if self._skips:
+            self._skips = False
             self.weighting.add(0, skipped=True)
             return loss
         self.weighting.add(0.0 if self.is_idle else weight)
-        factor = self.loss_factor
-        return loss if factor == 1 else loss * factor
+        return super().weigh(loss)
 
     @property
     def loss_factor(self) -> float:
-        """What `weigh` multiplies the loss of this batch by."""
         if self.is_idle or self.weight_of is None:
             return 0.0 if self.is_idle else 1.0
         # Lightning has divided the loss by the number of micro-batches.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -301,8 +302,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
 
     def loss_factor(self) -> float:
         """Return what `weigh` multiplies the loss of this batch by."""
-        assert self._state.weighting is not None  # a fit runs
-        return self._state.weighting.loss_factor
+        return math.prod(part.loss_factor for part in self._parts)
 
     def release_graphs(self) -> None:
         if self._state.graphs is not None:

@@ -15,7 +15,15 @@ import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.data.global_batch_size import Division, StepSampler, divide
@@ -287,6 +295,17 @@ def test_each_sample_counts_the_same_in_its_step(division: Division, num_samples
                 assert sampler.loss_factor(first, num_batches=len(batches)) == 1
 
 
+@for_each("num_own", [1, 5, 6, 8, 9, 12])
+def test_batches_that_a_rank_repeats_do_not_count(num_own: int) -> None:
+    sampler = StepSampler(range(num_own), Division(2, 3), drop_last=False)
+    sizes = [len(batch) for batch in sampler]
+    for first in (0, 3):
+        # The other rank has six batches. A step counts by how many of its batches are this rank's own.
+        own = sizes[first : first + 3]
+        factors = [sampler.loss_factor(index, num_batches=6) for index in range(first, first + 3)]
+        assert factors[: len(own)] == pytest.approx([size * len(own) / sum(own) for size in own])
+
+
 @for_each("num_samples", [11, 12, 23, 24, 30])
 def test_what_makes_no_whole_step_is_dropped(num_samples: int) -> None:
     sampler = StepSampler(range(num_samples), Division(4, 3), drop_last=True)
@@ -338,6 +357,59 @@ def test_a_limit_may_end_an_epoch_within_a_step() -> None:
     assert samples_of_steps(ranks)[:2] == as_sets([first, second[:16]])
     assert [len(step) for step in samples_of_steps(ranks)] == [24, 16, 24, 16]
     assert_weights(ranks, expected_weights(samples_of_steps(ranks), num_samples=60))
+
+
+class OwnPart(Sampler[int]):
+    """Gives each rank samples in a row, as many as it is told."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self._sizes = sizes
+
+    def __iter__(self) -> Iterator[int]:
+        begin = sum(self._sizes[: dist.get_rank()])
+        return iter(range(begin, begin + len(self)))
+
+    def __len__(self) -> int:
+        return self._sizes[dist.get_rank()]
+
+
+class NothingInBatch(Module):
+    """Has no loss in one batch on rank 1."""
+
+    def __init__(self, index: int | None) -> None:
+        super().__init__()
+        self._index = index
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        return None if batch_idx == self._index and self.global_rank == 1 else super().training_step(batch)
+
+
+@like_torchrun()
+def train_unequal(*, sizes: list[int], size: int, nothing_in: int | None = None) -> list[Tensor]:
+    """Train on batches of at most two samples, as many samples in a row on each rank as it has."""
+    strategy = BucketDDPStrategy(global_batch_size=size, uneven_data=True)
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+    module = NothingInBatch(nothing_in)
+    trainer.fit(module, DataLoader(Numbers(sum(sizes)), batch_size=2, sampler=OwnPart(sizes)))
+    return [param.detach() for param in module.net.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("how", "steps"),
+    [
+        # Rank 0 has no batch of its own in the last step, or one of two.
+        ({"sizes": [4, 8], "size": 4}, [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9], [10, 11]]),
+        ({"sizes": [6, 8], "size": 8}, [[0, 1, 2, 3, 6, 7, 8, 9], [4, 5, 10, 11, 12, 13]]),
+        # The last step has one batch, which is nothing on rank 1.
+        ({"sizes": [6, 6], "size": 8, "nothing_in": 2}, [[0, 1, 2, 3, 6, 7, 8, 9], [4, 5]]),
+    ],
+    ids=["ended", "ends_within", "skipped"],
+)
+def test_only_samples_that_a_rank_trains_on_count_in_a_step(how: dict[str, Any], steps: list[list[int]]) -> None:
+    for weights in run_on_ranks(train_unequal, **how):
+        expected = expected_weights(steps, num_samples=sum(how["sizes"]))
+        for ours, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
 
 
 # --- Resuming

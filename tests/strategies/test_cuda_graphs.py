@@ -429,6 +429,8 @@ PROGRAMS = {
     "plain": Program(),
     "without_dropout": Program(lambda: Network(dropout=0.0), is_alike=True),
     "accumulating": Program(trainer={"accumulate_grad_batches": 3, "max_epochs": 5}, num_replayed=5),
+    # The last step of an epoch has two batches instead of four.
+    "global_batch_size": Program(options={"global_batch_size": 32}, trainer={"max_epochs": 6}, num_replayed=5),
     "frozen_while_accumulating": Program(
         trainer={"accumulate_grad_batches": 3, "max_epochs": 4}, callbacks=lambda: [FreezesInWindows()], num_replayed=5
     ),
