@@ -1,13 +1,12 @@
-"""Lists, names and counts in words, for messages; untrusted text and JSON, checked and made fit for a terminal."""
+"""Lists, names and counts in words, for messages; text of files that others wrote, made fit for a terminal."""
 
 from __future__ import annotations
 
 import json
 import textwrap
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 
 def list_some(items: Sequence[object], *, limit: int = 8) -> str:
@@ -61,19 +60,3 @@ def _all_printable(value: Any) -> Any:
     if isinstance(value, list):
         return [_all_printable(item) for item in value]
     return printable(value) if isinstance(value, str) else value
-
-
-_Dataclass = TypeVar("_Dataclass")
-
-
-def from_untrusted(cls: type[_Dataclass], content: Any) -> _Dataclass | None:
-    """Return the dataclass `cls` with the fields in `content`; None if that is no dict with fields of these types.
-
-    Each field must have a plain class as its type, such as `int` or `str`.
-    """
-    try:
-        made = cls(**content)
-    except TypeError:
-        return None
-    types = {f.name: f.type for f in fields(cls)}  # type: ignore[arg-type]
-    return made if all(type(getattr(made, name)).__name__ == of_field for name, of_field in types.items()) else None

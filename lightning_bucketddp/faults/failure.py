@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
@@ -20,12 +19,9 @@ from typing import Any
 
 from torch.multiprocessing.spawn import ProcessException
 
-from lightning_bucketddp.wording import from_untrusted, printable
-
 # Of frameworks. A failure is sent through the store and read by every rank, so it is short.
 _NUM_FRAMES = 8
 _NUM_CHARACTERS = 2000
-_MOST_CHARACTERS_SHOWN = 20_000
 _FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 _NOT_INSTALLED = ("<frozen", sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 _FRAME = re.compile(r'  File "(.*)", line \d+.*\n(?:    .*\n)*')
@@ -72,11 +68,9 @@ class Failure:
         )
 
     @classmethod
-    def from_dict(cls, content: Any) -> Failure | None:
-        """Return the failure that `dataclasses.asdict` was given, also after a way through JSON; None if it is none."""
-        with suppress(TypeError, ValueError, KeyError):
-            return from_untrusted(cls, {**content, "kind": Kind(content["kind"])})
-        return None
+    def from_dict(cls, content: dict[str, Any]) -> Failure:
+        """Return the failure that `dataclasses.asdict` was given, also after a way through JSON."""
+        return cls(**{**content, "kind": Kind(content["kind"])})
 
     def is_of(self, error: BaseException) -> bool:
         """Return whether `error` is this failure, rather than a consequence of it."""
@@ -93,8 +87,7 @@ class Failure:
             Kind.STOPPED: f"{who} was told to stop{where} by {signal_name(self.signal)}.",
             Kind.LOST: f"{who} can no longer be reached{where}: {self.what}.",
         }[self.kind]
-        # It may be untrusted input, from the store.
-        return printable((sentence + (self._titled_stack if with_stack else ""))[:_MOST_CHARACTERS_SHOWN])
+        return sentence + (self._titled_stack if with_stack else "")
 
     @property
     def _titled_stack(self) -> str:
@@ -110,7 +103,7 @@ class Failure:
         has_raised = self.kind is Kind.RAISED
         about = self.describe(with_stack=not has_raised)
         error = RankFailedError(f"Rank {rank} is stopping because {why}.\n{about}")
-        error.stack = printable(self._titled_stack[:_MOST_CHARACTERS_SHOWN]) if has_raised else ""
+        error.stack = self._titled_stack if has_raised else ""
         return error
 
 

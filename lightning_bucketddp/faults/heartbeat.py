@@ -13,7 +13,7 @@ from lightning_bucketddp.comm.connections import SILENT_AFTER_S
 from lightning_bucketddp.faults.failure import Failure, Kind, this_process
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
-from lightning_bucketddp.wording import from_untrusted, wrap
+from lightning_bucketddp.wording import wrap
 
 log = logging.getLogger(__name__)
 
@@ -281,8 +281,7 @@ class HeartbeatMonitor:
 
     def _listen(self) -> dict[int, Heartbeat]:
         """Return the newest heartbeats of the other ranks, by rank, without those that have sent none."""
-        beats = {rank: from_untrusted(Heartbeat, beat) for rank, beat in self.channel.get_of_others("beat").items()}
-        return {rank: beat for rank, beat in beats.items() if beat is not None}
+        return {rank: Heartbeat(**beat) for rank, beat in self.channel.get_of_others("beat").items()}
 
 
 def _behind(rank: int, beat: Heartbeat) -> Failure:

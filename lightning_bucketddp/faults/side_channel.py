@@ -1,8 +1,5 @@
 """What watchdogs exchange outside of collectives, through the store of their process group; processes on this host.
 
-The store has no password: JSON that has another shape than what a rank writes counts as missing, so that untrusted
-input ends no thread of ours.
-
 Note: one saver
     At most one rank saves. Each rank that ends waits for the lower ones, as long as they may come, and then claims to
     be the saver; the store keeps the first claim. If the store has died with rank zero, the first rank to make a file
@@ -74,8 +71,7 @@ class SideChannel:
         self.store_rank = store_rank
         self.local_ranks = LocalRanks(self)
         self.is_lost = False  # the connection to the store is broken, for good
-        # A name of this run that is the same on all ranks. A digest, fit for the name of a file: a part of `name` is
-        # from the store (untrusted input).
+        # A name of this run that is the same on all ranks, fit for the name of a file.
         self.run_id = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
         self._store = store
         self._name = name
@@ -95,19 +91,18 @@ class SideChannel:
         self._ask(lambda: self._store.set(self._key(key), json.dumps(value)))
 
     def first(self, key: str, value: _Value) -> _Value | None:
-        """Write `value` unless there is one; return the one that is there, None if it is of another type."""
-        there = _parse(self._ask(lambda: self._store.compare_set(self._key(key), "", json.dumps(value))))
-        return there if isinstance(there, type(value)) else None
+        """Write `value` unless there is one; return the one that is there."""
+        there: _Value | None = _parse(self._ask(lambda: self._store.compare_set(self._key(key), "", json.dumps(value))))
+        return there
 
-    def get(self, key: str, kind: type[_Value]) -> _Value | None:
-        """Return the value that is there; None if there is none, or of another type."""
+    def get(self, key: str) -> Any:
+        """Return the value that is there; None if there is none."""
 
         def question() -> Any:
             # Asking for a key that is not there would wait for it.
             return self._store.get(self._key(key)) if self._store.check([self._key(key)]) else None
 
-        value = _parse(self._ask(question))
-        return value if isinstance(value, kind) else None
+        return _parse(self._ask(question))
 
     def get_of_others(self, kind: str) -> dict[int, Any]:
         """Return what is under "`kind`/`rank`", by rank, of all other ranks that have written something there."""
@@ -133,13 +128,12 @@ class SideChannel:
 
     def report(self, failure: Failure) -> Failure:
         """Report `failure` to the others; return the first one that any rank has reported: that one counts."""
-        first = Failure.from_dict(self.first("failure", asdict(failure)))
-        if first is None:  # untrusted input
-            self.set("failure", asdict(failure))
-        return first or failure
+        first = self.first("failure", asdict(failure))
+        return failure if first is None else Failure.from_dict(first)
 
     def failure(self) -> Failure | None:
-        return Failure.from_dict(self.get("failure", dict))
+        content = self.get("failure")
+        return None if content is None else Failure.from_dict(content)
 
     @property
     def can_ask(self) -> bool:
@@ -192,11 +186,7 @@ class SideChannel:
 
 
 def _parse(raw: bytes | None) -> Any:
-    """Return the value of the JSON `raw`; None if it is none."""
-    try:
-        return None if raw is None else json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
+    return None if raw is None else json.loads(raw)
 
 
 # Since Linux 6.15 the kernel reports how a process ended, also to those that are not its parent (`PIDFD_GET_INFO`).
@@ -264,10 +254,9 @@ class LocalRanks:
             return
         found: dict[int, LocalProcess] = {}
         for rank, identity in self._channel.get_of_others("identity").items():
-            if isinstance(identity, dict) and identity.get("place") == self.place:
-                pid: Any = identity.get("pid")
-                # The system has no handles, or the number cannot be one of a process.
-                with suppress(OSError, OverflowError, AttributeError, TypeError):
+            if identity["place"] == self.place:
+                pid = identity["pid"]
+                with suppress(OSError, AttributeError):  # the system has no handles
                     try:
                         found[rank] = LocalProcess(pid, os.pidfd_open(pid))
                     except ProcessLookupError:
@@ -285,7 +274,7 @@ class LocalRanks:
             ended_at = self._ended_at.setdefault(rank, time.monotonic())
             status = process.exit_status
             status = exit_status_of(rank) if status is None else status
-            has_left = self._channel.get(f"left/{rank}", int) is not None
+            has_left = self._channel.get(f"left/{rank}") is not None
             if has_left or (status == 0 and not self._channel.can_ask):
                 continue
             if status is not None or time.monotonic() - ended_at > _STATUS_WITHIN_S:
@@ -329,7 +318,7 @@ class SaverElection:
 
     def check(self) -> None:
         """Check whether a rank is the saver by now."""
-        if self.is_own is None and (saver := self._channel.get("saver", int)) is not None:
+        if self.is_own is None and (saver := self._channel.get("saver")) is not None:
             self.is_own = saver == self._channel.rank
 
     def is_won(self, failure: Failure) -> bool:

@@ -205,7 +205,7 @@ class Watchdog:
         unaware = set(range(self._channel.world_size)) - {self._channel.rank}
         while unaware and time.monotonic() < deadline and self._channel.can_ask:
             unaware.difference_update(self._channel.local_ranks.gone())
-            unaware = {rank for rank in unaware if self._channel.get(f"knows/{rank}", int) is None}
+            unaware = {rank for rank in unaware if self._channel.get(f"knows/{rank}") is None}
             time.sleep(_FIRST_TICK_S)
 
     def _notice_signals(self) -> None:
@@ -229,14 +229,13 @@ class Watchdog:
         if self.failure is None and (failure_of_another := channel.failure()) is not None:
             self._learn(failure_of_another)
         if self.failure is not None:
-            self._decision = self._decision or channel.get("decision", str)
+            self._decision = self._decision or channel.get("decision")
             self._saver.check()
             if not self._has_acknowledged and (self._decision == _TOGETHER or self._saver.is_own is not None):
                 channel.set(f"knows/{channel.rank}", 1)
                 self._has_acknowledged = True
         if not self._all_know_of_stop:
-            requested = channel.get("stop", int)
-            if requested is not None and requested in signal.valid_signals():
+            if (requested := channel.get("stop")) is not None:
                 self.stop_signal = requested
                 self._all_know_of_stop = True
             elif self.stop_signal:

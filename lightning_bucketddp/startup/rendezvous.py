@@ -25,17 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.processes import Worker
 from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, listen, log, part_of
-from lightning_bucketddp.wording import from_untrusted, list_some, list_some_ranks, printable
+from lightning_bucketddp.wording import list_some, list_some_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 # How long rank 0 keeps the store open, so that the others can read why nothing starts.
 _OUTCOME_READ_WITHIN_S = 2.0
-_NOT_WRITTEN_BY_A_RANK = (
-    "The store at the main address holds data that no rank wrote: another program uses it. Give this run a port of its"
-    " own (`MASTER_PORT`), in a network that only people you trust can reach."
-)
 START = "bucketddp/start"
 # How long a thread that has no more reason to wait may take to end.
 _GRACE_S = 2.0
@@ -53,16 +49,21 @@ class RankInfo:
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __str__(self) -> str:
-        return f"process {self.pid} on host {printable(self.host)}"
+        return f"process {self.pid} on host {self.host}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: bytes) -> RankInfo:
-        if (info := from_untrusted(cls, _parse(text))) is None:
-            raise StartError(_NOT_WRITTEN_BY_A_RANK)
-        return info
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise StartError(
+                "The store at the main address holds data of another program, or of another version of"
+                " lightning-bucketddp. Install one version on all hosts, and give this run a port of its own"
+                " (`MASTER_PORT`)."
+            ) from error
 
 
 class RendezvousRound:
@@ -107,7 +108,7 @@ class RendezvousRound:
         self._keys.compare_set("objection", "", json.dumps(why))
 
     def objection(self) -> str | None:
-        return printable(str(_parse(self._keys.get("objection")))) if self._keys.check(["objection"]) else None
+        return json.loads(self._keys.get("objection")) if self._keys.check(["objection"]) else None
 
     def decide(self, outcome: list[int] | str) -> None:
         """Write the outcome: the ranks that start, or why none does."""
@@ -115,7 +116,7 @@ class RendezvousRound:
 
     def outcome(self) -> Any:
         """Return what was decided; None: nothing yet."""
-        return _parse(self._keys.get("outcome")) if self._keys.check(["outcome"]) else None
+        return json.loads(self._keys.get("outcome")) if self._keys.check(["outcome"]) else None
 
     def ranks_for(self, info: RankInfo) -> list[int] | None:
         """Return the ranks that start; None until that is decided. Raises if none does, or if this one has objected."""
@@ -123,7 +124,7 @@ class RendezvousRound:
             return None
         self.leave(info)
         if not isinstance(outcome, list) or self.own_objection is not None:
-            raise StartError(printable(str(self.own_objection if isinstance(outcome, list) else outcome)))
+            raise StartError(self.own_objection if isinstance(outcome, list) else outcome)
         return outcome
 
     def leave(self, info: RankInfo) -> None:
@@ -159,13 +160,6 @@ def explain_taken(there: RankInfo, info: RankInfo) -> str:
 def knocks_of(store: Store, ranks: Iterable[int]) -> list[int]:
     """Return those of `ranks` that have knocked at `store`, with the prefix `START`."""
     return [rank for rank in ranks if store.check([f"knock/{rank}"])]
-
-
-def _parse(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise StartError(_NOT_WRITTEN_BY_A_RANK) from None
 
 
 class Rendezvous:
@@ -318,7 +312,7 @@ class Rendezvous:
             missing = [0] if rdzv is None else rdzv.missing()
             what = f"{list_some_ranks(missing).capitalize()} of {self._info.world_size} did not join {where}."
         if present := [] if rdzv is None else rdzv.present():
-            what += f" {len(present)} did, from host {list_some(sorted({printable(info.host) for info in present}))}."
+            what += f" {len(present)} did, from host {list_some(sorted({info.host for info in present}))}."
         if self.min_ranks is not None:
             what += f" The run needs {self.min_ranks} of them (`min_ranks`)."
         return (

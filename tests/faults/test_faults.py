@@ -275,12 +275,12 @@ def test_nobody_waits_for_a_store_whose_process_is_stopped_after_it_was_asked() 
             threading.Timer(
                 0.5, channel.local_ranks.processes.update, [{1: LocalProcess(server.pid, os.pidfd_open(server.pid))}]
             ).start()
-            assert channel.get("left/0", int) is None  # asked before it is known to be stopped
+            assert channel.get("left/0") is None  # asked before it is known to be stopped
             assert not channel.can_ask
             server.send_signal(signal.SIGCONT)
             while not channel.can_ask:
                 time.sleep(0.01)
-            assert channel.get("left/0", int) == 1
+            assert channel.get("left/0") == 1
         server.kill()
 
 
