@@ -118,10 +118,11 @@ class Replicas:
     def _by_rank(collectives: Collectives, mine: Description) -> dict[int, Description]:
         return dict(zip(collectives.global_ranks, collectives.gather_json(mine), strict=True))
 
-    def broadcast(self) -> None:
-        """Overwrite parameters and buffers with those of rank 0."""
+    def broadcast(self, *, buffers: bool = True) -> None:
+        """Overwrite parameters, and `buffers`, with those of rank 0."""
         self.collectives.broadcast_tensors([param.detach() for param in self.parameters.values()])
-        self.broadcast_buffers()
+        if buffers:
+            self.broadcast_buffers()
 
     def broadcast_buffers(self) -> None:
         """Give every rank rank 0's buffers."""

@@ -153,7 +153,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         replicas = Replicas(module, self._collectives)
         replicas.agree()
         if self.options.init_sync:
-            replicas.broadcast()
+            replicas.broadcast(buffers=self.options.init_sync_buffers)
         if not self.reducers and self._collectives.world_size > 1 and not self.differs_by_design:
             self._checks = ReplicaComparison(
                 self._collectives,

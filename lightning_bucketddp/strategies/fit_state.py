@@ -295,7 +295,7 @@ def set_up_model(strategy: TrainerStrategy, model: nn.Module) -> None:
     state.replicas = Replicas(model, collectives)
     state.replicas.agree()
     if options.init_sync:
-        state.replicas.broadcast()
+        state.replicas.broadcast(buffers=options.init_sync_buffers)
     if state.islands is not None:
         state.replicas = Replicas(model, state.islands.own)
     if state.is_fit:

@@ -35,7 +35,7 @@ class DDPOptions(TypedDict, total=False):
 
     Args:
         broadcast_buffers: Keep all ranks on rank 0's buffers (default: True).
-        forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
+        forward_sync_buffers: As `broadcast_buffers`; but all ranks begin with rank 0's buffers.
         init_sync: Give every rank rank 0's weights at the start (default: True). The modules are compared in any case.
         bucket_cap_mb_list: torch DDP's name for `bucket_cap_mb` where that is a list.
         find_unused_parameters: No effect; unused parameters are always handled.
@@ -107,6 +107,7 @@ class StrategyOptions:
     start_method: StartMethod
     broadcast_buffers: bool
     init_sync: bool
+    init_sync_buffers: bool
     timeouts: Timeouts
     async_checkpoints: bool
     shard_optimizer: ShardOption
@@ -199,6 +200,8 @@ def _take_torch_options(given: dict[str, Any]) -> None:
                     f" ({world_size},). Leave it out. For a model that is split between ranks use Lightning's"
                     " `ModelParallelStrategy`."
                 )
+    # As in torch DDP, buffers are each rank's own from the start only by the older name.
+    given["init_sync_buffers"] = given["broadcast_buffers"] or given["forward_sync_buffers"] is not None
     if given["forward_sync_buffers"] is not None:
         given["broadcast_buffers"] = given["forward_sync_buffers"]
     if (caps := given["bucket_cap_mb_list"]) is not None:

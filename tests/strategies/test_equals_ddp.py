@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
@@ -617,3 +618,30 @@ def test_a_step_with_gradients_that_nobody_averaged_is_told_once() -> None:
 def test_a_divided_optimizer_refuses_gradients_that_nobody_averaged() -> None:
     with pytest.raises(RuntimeError, match="were not averaged over the ranks"):
         make_trainer(BucketDDPStrategy(shard_optimizer=True), max_epochs=1).fit(Manual(own_backward), loader())
+
+
+class OwnBuffer(Regression):
+    """Multiplies its loss by a buffer that is another one on each rank, and an adjacency matrix that is sparse."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(1.0 + dist.get_rank()))
+        self.register_buffer("adjacency", torch.eye(2).to_sparse())
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        return self.scale * self.loss(batch)
+
+
+@on_ranks()
+@like_torchrun()
+def test_without_broadcast_buffers_each_rank_begins_with_its_own() -> None:
+    weights = []
+    for strategy in (DDPStrategy(broadcast_buffers=False), BucketDDPStrategy(broadcast_buffers=False)):
+        torch.manual_seed(0)
+        module = OwnBuffer()
+        make_trainer(strategy, max_epochs=1).fit(module, loader())
+        assert module.scale == 1 + dist.get_rank()
+        weights.append(torch.nn.utils.parameters_to_vector(module.parameters()).detach())
+    assert torch.equal(*weights)
