@@ -110,6 +110,8 @@ class FitState:
             self.shards.release_gradients()
         if self.evaluation is not None:
             self.evaluation.close()
+        if self.unfinished is not None:
+            self.unfinished.is_interrupted = False
         layers, self.layers = self.layers, None
         return model if model is None or layers is None else layers.revert(model)
 

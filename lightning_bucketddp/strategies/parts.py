@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.checkpoint.rank_state import random_state, set_random_state
+from lightning_bucketddp.checkpoint.rank_state import random_state
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange, Weighting
 from lightning_bucketddp.data.epoch_position import EpochPosition
@@ -275,7 +275,7 @@ class BatchWeighting(RunPart):
 
 @dataclass(eq=False)
 class UnfinishedBatch(RunPart):
-    """Copies what micro-batches change, and restores it if a resumed run repeats them."""
+    """Copies what micro-batches change, for checkpoints from which a resumed run repeats them."""
 
     trainer: Trainer
     module: nn.Module
@@ -285,6 +285,7 @@ class UnfinishedBatch(RunPart):
     _has_copies: bool = False  # made after the last step
     _num_batches: int = 0  # of the epoch, with this one
     _has_seen_step: bool = False
+    is_interrupted: bool = False  # the batch, by an exception: checkpoints that callbacks save now are without it
 
     def __post_init__(self) -> None:
         # A buffer is known by its module and its name there, because modules replace their buffers.
@@ -341,18 +342,13 @@ class UnfinishedBatch(RunPart):
         if self.device is not None:
             self._random_state = random_state(self.device)
 
-    def undo_if_repeated(self) -> None:
-        """Undo the changes of a batch that was interrupted, if a resumed run repeats it."""
-        is_repeated = self._repeats_micro_batches or batch_progress(self.trainer).current.completed < self._num_batches
-        if is_repeated and self._has_copies_of_step:
-            self.undo()
-
     def undo_in(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
         """Undo in `checkpoint` the changes of micro-batches after the last step, if a resumed run repeats them.
 
-        Return the random state after that step, if there is one to save.
+        The module itself stays as the program has left it. Return the random state after that step, if there is one.
         """
-        if not self._repeats_micro_batches or not self._has_copies_of_step:
+        is_unfinished = self.is_interrupted and batch_progress(self.trainer).current.completed < self._num_batches
+        if not (is_unfinished or self._repeats_micro_batches) or not self._has_copies_of_step:
             return None
         now = {place: getattr(*place, None) for place in self._kept}
         copy_of = {buffer.data_ptr(): self._kept[place][1] for place, buffer in now.items() if buffer is not None}
@@ -370,15 +366,3 @@ class UnfinishedBatch(RunPart):
         # With manual optimization a user may step optimizers without the strategy.
         is_automatic = self.trainer.lightning_module.automatic_optimization
         return self._has_copies and (self._has_seen_step or is_automatic)
-
-    @torch.no_grad()
-    def undo(self) -> None:
-        """Restore buffers and random numbers to their state before the batch."""
-        for (owner, key), (buffer, copy) in self._kept.items():
-            if getattr(owner, key, None) is buffer:
-                buffer.copy_(copy)
-            else:
-                setattr(owner, key, copy.clone())
-        if self._random_state is not None and self.device is not None:
-            set_random_state(self._random_state, self.device)
-        self._has_copies = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -415,12 +415,9 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._state.done = self._state.tally.describe()
 
     def end_run_by(self, error: BaseException) -> None:
-        try:
-            super().end_run_by(error)
-        finally:
-            if self._state.unfinished is not None and not isinstance(error, self.root.normal_ends):
-                with suppress(RuntimeError):  # where the device has failed, nothing can be saved
-                    self._state.unfinished.undo_if_repeated()
+        if self._state.unfinished is not None and not isinstance(error, self.root.normal_ends):
+            self._state.unfinished.is_interrupted = True
+        super().end_run_by(error)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

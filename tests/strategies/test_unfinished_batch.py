@@ -35,7 +35,7 @@ class Remembering(LightningModule):
 
     def __init__(self, *, fails_in: str = "", fails_at: int = -1, saves_at: int = -1) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
+        self.layers: Any = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
         self.register_buffer("queue", torch.zeros(LARGE))
         self.register_buffer("table", torch.ones(LARGE))
         self.register_buffer("total", torch.zeros(()))
@@ -91,8 +91,11 @@ def fit(
 def test_a_batch_that_failed_is_counted_once(fails_in: str, accumulate: int, tmp_path: Path) -> None:
     """Compare a run that is not interrupted with one that fails in its fourth batch of six."""
     undisturbed = fit(tmp_path / "undisturbed", Remembering(), accumulate=accumulate)
+    failing = Remembering(fails_in=fails_in, fails_at=3)
     with pytest.raises(Accident):
-        fit(tmp_path / "failing", Remembering(fails_in=fails_in, fails_at=3), accumulate=accumulate)
+        fit(tmp_path / "failing", failing, accumulate=accumulate)
+    # A program that catches the exception has the module as it was, as with `ddp`.
+    assert failing.layers[1].num_batches_tracked == 4
     resumed = fit(tmp_path / "failing", Remembering(), accumulate=accumulate)
     assert undisturbed["layers.1.num_batches_tracked"] == 6
     differing = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, resumed[name])]
@@ -115,7 +118,8 @@ def test_micro_batches_before_a_checkpoint_that_are_repeated_are_counted_once(av
 
 def unfinished_batch(module: nn.Module) -> UnfinishedBatch:
     progress = SimpleNamespace(current=SimpleNamespace(ready=1, completed=0))
-    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
+    trainer: Any = SimpleNamespace(fit_loop=loop, lightning_module=SimpleNamespace(automatic_optimization=True))
     position: Any = SimpleNamespace(num_batches_trained=lambda: None)
     return UnfinishedBatch(trainer, module, position, device=None)
 
@@ -127,5 +131,8 @@ def test_micro_batches_that_lightning_counts_as_done_stay() -> None:
         batch.begin_batch(number)
         batch.before_forward()
         module(torch.randn(4, 2))
-    batch.undo()
-    assert module.num_batches_tracked == 1
+    batch.is_interrupted = True
+    checkpoint = {"state_dict": module.state_dict()}
+    batch.undo_in(checkpoint)
+    assert checkpoint["state_dict"]["num_batches_tracked"] == 1
+    assert module.num_batches_tracked == 2
