@@ -207,6 +207,8 @@ REDUCING = [
     named(reducing.test_half_precision_gradients_do_not_overflow),
     named(reducing.test_gradients_live_in_the_buckets),
     named(reducing.test_a_large_gradient_stays_where_it_is),
+    named(reducing.test_a_bucket_keeps_its_memory_as_long_as_no_gradient_is_kept),
+    named(reducing.test_gradients_in_other_memory_or_another_order_are_reduced),
     named(reducing.test_strides_follow_the_parameter),
     named(reducing.test_weights_and_buffers_come_from_rank_zero),
     *(on_two(comm_hooks.check_distance, hook_name=name) for name in ("allreduce", "bf16")),
