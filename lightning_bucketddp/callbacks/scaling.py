@@ -103,11 +103,23 @@ class EffectiveRates:
         while self._handles:
             self._handles.pop().remove()
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # torch calls the hooks again for a `step` that calls the `step` of its base class.
         self.depth += 1
-        if self.depth == 1:
-            self.apply()
+        if self.depth > 1:
+            return args, kwargs
+        self.apply()
+        closure = kwargs.get("closure")
+        return args, kwargs if closure is None else {**kwargs, "closure": partial(self._run_closure, closure)}
+
+    def _run_closure(self, closure: Callable[[], Any]) -> Any:
+        try:
+            return closure()
+        except BaseException:
+            # There is no step, as where gradients are not finite (`on_nonfinite="skip"`), and schedulers may go on.
+            self.depth = 0
+            self.restore()
+            raise
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.depth -= 1
@@ -196,6 +208,9 @@ class LearningRateScaling(_Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._steps_before = list(state_dict["num_steps"])
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._steps_before = []  # a checkpoint of this run is loaded later; that of an earlier test does not count
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._warmup_steps is not None:

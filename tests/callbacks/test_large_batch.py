@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from lightning_bucketddp.bindings.trainer_lightning import ScaleLearningRate
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy, ScaleLearningRate
 from tests.support.cases import for_each
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts import models
@@ -262,6 +262,35 @@ def test_a_second_fit_warms_up_its_new_optimizer(tmp_path: Path) -> None:
     # One epoch to go in the first fit, three in the second.
     for rank in run_on_ranks(train, fits=2, max_epochs=2, scaling=scaling, resume_from=tmp_path / "step=10.ckpt"):
         assert rank.of_steps == [[2 * RATE]] * 10 + scaled([[RATE]] * 20)
+
+
+@on_ranks()
+@like_torchrun()
+def test_a_fit_after_the_evaluation_of_a_checkpoint_warms_up(tmp_path: Path) -> None:
+    module, used = module_with("constant", []), scaled([[RATE]] * 10)
+    scaling = ScaleLearningRate(base_batch_size=BASE, warmup_steps=8)
+    trainer = make_trainer("bucketddp", max_epochs=1, callbacks=[scaling])
+    trainer.fit(module, models.loader())
+    trainer.save_checkpoint(tmp_path / "trained.ckpt")
+    trainer.validate(module, models.loader(), ckpt_path=tmp_path / "trained.ckpt", verbose=False)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, models.loader())
+    assert module._used == used + used
+
+
+@on_ranks()
+@like_torchrun()
+def test_schedules_go_on_from_their_rate_after_a_step_that_was_withheld() -> None:
+    def spoil(trainer: Trainer, module: Any, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx == 3:  # `StepLR` halves the rate after it
+            batch[0].fill_(torch.nan)
+
+    module = module_with("step", [])
+    callbacks = [ScaleLearningRate(base_batch_size=BASE, warmup_steps=0), LambdaCallback(on_train_batch_start=spoil)]
+    trainer = make_trainer(BucketDDPStrategy(on_nonfinite="skip"), max_epochs=1, callbacks=callbacks)
+    trainer.fit(module, models.loader())
+    assert module._used == [[2 * RATE]] * 3 + [[RATE]] * 4 + [[RATE / 2]] * 2
+    assert _rates(trainer) == [RATE / 4]
 
 
 def test_each_optimizer_warms_up_by_its_own_steps() -> None:
