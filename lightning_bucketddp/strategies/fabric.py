@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import Unpack
 
 from lightning_bucketddp.checkpoint.async_writer import Severities, nonfinite_weights, severities_of
 from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError, read_on_every_rank, write_on_rank_zero
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import AUTO, ReplicaChecks, Timeouts
-from lightning_bucketddp.data.evaluation import Part, divided
+from lightning_bucketddp.data.evaluation import Part, divided, is_even
 from lightning_bucketddp.faults.progress import BACKWARD, OPTIMIZER, SAVING
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.reducer.nonfinite import (
@@ -193,6 +193,11 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         """
         if self._collectives is None:
             raise RuntimeError("`exact_dataloader` divides data among the ranks, so call `fabric.launch()` before.")
+        if isinstance(loader.dataset, IterableDataset) or is_even(loader):
+            found = (
+                "a stream" if isinstance(loader.dataset, IterableDataset) else "what its sampler has divided already"
+            )
+            raise ValueError(f"`exact_dataloader` divides samples among the ranks, and cannot divide {found}.")
         rank, world_size = self._collectives.rank, self._collectives.world_size
         part = Part(rank, world_size, seed=common_seed(self._collectives), repeats=False)
         exact: DataLoader[Any] = divided(loader, part)

@@ -25,7 +25,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.strategies.exact_evaluation import gather_predictions
 from tests.support.cases import for_each
 from tests.support.programs import SCRIPTS, run
-from tests.support.ranks import RankFailed, on_ranks, run_on_ranks
+from tests.support.ranks import RankFailed, on_ranks, raised_by, run_on_ranks
 from tests.support.scripts.evaluations import NUM_CLASSES, ByParity, Numbered, Stream
 from tests.support.scripts.fabrics import make_fabric
 from tests.support.scripts.trainers import like_torchrun, make_trainer
@@ -372,6 +372,16 @@ def test_fabric_evaluates_every_sample_once(options: dict[str, Any]) -> None:
         assert sorted(samples(samples(batches))) == list(range(number))
         if number > 1 and "batch_size" not in options and "kind" not in options:  # there is something to split
             assert len(batches[0]) == len(batches[1])
+
+
+@on_ranks()
+@like_torchrun()
+def test_fabric_refuses_to_divide_what_has_no_end_or_is_divided() -> None:
+    fabric = make_fabric("bucketddp")
+    for kind, found in (("stream", "a stream"), ("distributed", "what its sampler has divided already")):
+        [loader] = Case((9,), kind=kind).loaders()
+        raised = raised_by(functools.partial(fabric.strategy.exact_dataloader, loader))
+        assert raised == f"ValueError: `exact_dataloader` divides samples among the ranks, and cannot divide {found}."
 
 
 # --- predictions
