@@ -155,6 +155,7 @@ def _searching_together(trainer: Trainer, strategy: TrainerStrategy) -> Iterator
 
 def _forget_step(strategy: TrainerStrategy) -> None:
     """Drop the state of steps that do not count, or that were interrupted. All ranks must call this."""
+    strategy._state.tally = None
     if strategy._state.weighting is not None:
         strategy._state.weighting.forget_step()
     if strategy._state.is_fit:

@@ -30,7 +30,7 @@ class OuterStepStats:
 
 @dataclass(slots=True)
 class ReducerStats:
-    """Counters since the reducer was made."""
+    """Counters since the first reducer of a fit was made."""
 
     num_backwards: int = 0  # synchronised ones
     num_reductions: int = 0  # buckets reduced in them

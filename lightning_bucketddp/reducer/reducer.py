@@ -51,6 +51,7 @@ class Reducer:
         weighting: how much each rank counts; None: always the same.
         maker: plans and makes sharded buckets; None: there are none.
         finiteness: finds losses and gradients that are not finite; None: one is made from `config`.
+        stats: counters to go on with, those of a reducer that this one replaces; None: all are 0.
         clock: measures time for `bucket_cap_mb="auto"`; None: the clock of the parameters' device.
         report: logs a decision in one line, on rank 0.
     """
@@ -63,11 +64,12 @@ class Reducer:
         weighting: Weighting | None = None,
         maker: BucketMaker | None = None,
         finiteness: Finiteness | None = None,
+        stats: ReducerStats | None = None,
         clock: Clock | None = None,
         report: Callable[[str], None] = log.info,
     ) -> None:
         replicas.check_trainable()
-        self.stats = ReducerStats()
+        self.stats = stats or ReducerStats()
         self.finiteness = finiteness or Finiteness(replicas, config)
         self.bucket_set: BucketSet | None = None
         self.observer: BackwardObserver = NO_OBSERVER  # another one is set while a step is recorded

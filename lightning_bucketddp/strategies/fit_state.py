@@ -47,15 +47,17 @@ class FitTally:
 
     def __init__(self, strategy: TrainerStrategy) -> None:
         assert strategy.reducer is not None  # a fit runs
-        self._strategy, self._reducer = strategy, strategy.reducer
+        self._strategy = strategy
         self._global_step = strategy.trainer.global_step
         self._began_at = time.monotonic()
-        self._before = replace(self._reducer.stats)  # a search for a learning rate may have counted before
+        self._before = replace(strategy.reducer.stats)  # a search for a learning rate may have counted before
         self.num_withheld = 0  # steps with non-finite gradients, or without a loss on any rank
 
     def describe(self) -> list[str]:
         """Return the steps and reductions, decisions about buckets, and the summaries of the parts."""
-        strategy, reducer, stats = self._strategy, self._reducer, self._reducer.stats
+        strategy, reducer = self._strategy, self._strategy.reducer
+        assert reducer is not None
+        stats = reducer.stats
         # Lightning also counts steps that were withheld.
         num_steps = strategy.trainer.global_step - self._global_step - self.num_withheld
         skipped = f" and {self.num_withheld} skipped" if self.num_withheld else ""
@@ -335,6 +337,8 @@ def _make_reducer(strategy: TrainerStrategy, model: nn.Module, replicas: Replica
         weighting=None if state.weighting is None else state.weighting.weighting,
         maker=state.shards,
         finiteness=Finiteness(replicas, strategy.config, where=where, has_scaler=has_scaler),
+        # While a fit trains its counters and the numbers of its plans go on.
+        stats=None if state.reducer is None or state.tally is None else state.reducer.stats,
     )
     strategy._progress.describe_backward = reducer.describe_backward
     if state.local_steps is not None:
