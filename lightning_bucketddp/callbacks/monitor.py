@@ -195,6 +195,7 @@ def _describe_run(strategy: TrainerStrategy) -> Run:
             "ddp_comm_hook": getattr(config.comm_hook, "__qualname__", None),
             "gradient_dtype": max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind]),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "global_batch_size": strategy.options.global_batch_size,
             "cuda_graphs": strategy.options.cuda_graphs,
             "automatic_optimization": trainer.lightning_module.automatic_optimization,
             "shard_optimizer": strategy.options.shard_optimizer or None,
@@ -326,7 +327,7 @@ class StepMonitoring(_Callback):
     def _log(self, trainer: Trainer, fit: RecordedFit) -> None:
         steps, fit.unlogged = fit.unlogged, []
         if steps:
-            values = metrics_of(steps, num_ranks=trainer.world_size)
+            values = metrics_of(steps, num_ranks=fit.run.num_averaging)
             log_at_once(trainer, {f"bucketddp/{name}": value for name, value in values.items()})
 
     def _close(self) -> None:

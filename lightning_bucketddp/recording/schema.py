@@ -43,6 +43,11 @@ class Run:
     codecs: Codecs = field(default_factory=dict)  # how long encoding takes on this device
     restarts: list[str] = field(default_factory=list)  # on rank 0: a sentence for each restart and its failure
 
+    @property
+    def num_averaging(self) -> int:
+        """How many ranks average gradients in each step: those of an island, if there are islands."""
+        return self.world_size // (self.options.get("num_islands") or 1)
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedBucket:

@@ -66,7 +66,7 @@ class Summary:
         if number := len(outer_steps):
             mib, seconds = sum(one.num_bytes for one in outer_steps) / MIB, sum(one.seconds for one in outer_steps)
             lines.append(
-                f"Outer steps between islands: {number} in {outer_steps[-1].step} steps; each takes"
+                f"Outer steps between islands: {number}, the last after step {outer_steps[-1].step}; each takes"
                 f" {in_ms(seconds / number)} and {mib / number:.2f} MiB of each rank."
             )
         if typical.straggler is not None:
@@ -167,8 +167,9 @@ def _suggest_for_network(
     if run is not None:
         for option, gain_s in _simulate_options(run, typical, options):
             yield f"{option} would hide {1e3 * gain_s:.2f} of {wait}", gain_s
-    accumulated = f"`accumulate_grad_batches={2 * options.get('accumulate_grad_batches', 1)}`"
-    yield f"{accumulated}, with twice the global batch, would halve {wait}", wait_s / 2
+    if options.get("automatic_optimization", True):
+        given = "global_batch_size" if options.get("global_batch_size") else "accumulate_grad_batches"
+        yield f"`{given}={2 * options.get(given, 1)}`, with twice the global batch, would halve {wait}", wait_s / 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,7 +242,7 @@ class TypicalStep(StepNumbers):
 
     @property
     def bandwidth(self) -> float:
-        return bandwidth_of(self.bytes_on_wire, self.communication_s, num_ranks=self.run.world_size)
+        return bandwidth_of(self.bytes_on_wire, self.communication_s, num_ranks=self.run.num_averaging)
 
     @property
     def straggler(self) -> tuple[RankNumbers, float] | None:
@@ -287,7 +287,7 @@ class TypicalStep(StepNumbers):
         rank = self.straggler[0] if self.straggler is not None else self.ranks[0]
         if rank.backward is None or len(rank.backward.ready_s) != len(self.plan.buckets):
             return None
-        profile = rank.backward.profile(self.plan, num_ranks=self.run.world_size)
+        profile = rank.backward.profile(self.plan, num_ranks=self.run.num_averaging)
         positions = plan_in(profile, self.plan)
         if profile.cost is None or positions is None:
             return profile

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_bucketddp.cli import main
-from lightning_bucketddp.recording.schema import FOLDER, path_of
+from lightning_bucketddp.commands.report import print_comparison, typical_step_of
+from lightning_bucketddp.recording.schema import FOLDER, path_of, read_run
 from tests.support.programs import run_python
 from tests.support.recordings import Recording
 
@@ -54,5 +56,8 @@ def test_two_runs_are_compared_and_a_slower_one_is_an_error(tmp_path: Path, caps
     assert verdict.startswith("B is slower: +")
     assert main(["report", "--compare", str(slow), str(usual)]) == 0
     assert "B is faster: -" in capsys.readouterr().out
+    a = typical_step_of(read_run(usual))
+    assert print_comparison(a, replace(a, phases={**a.phases, "weights": 0.01})) == 1
+    assert "waiting for weights           0.00     10.00       -" in capsys.readouterr().out
     assert main(["report"]) == main(["report", str(usual), "--compare", str(usual), str(slow)]) == 2
     assert "pass the folder of a run, or --compare with two of them" in capsys.readouterr().err

@@ -105,6 +105,19 @@ def test_what_travels_small_already_is_not_halved(options: dict[str, Any]) -> No
     assert text.startswith("`accumulate_grad_batches=8`")
 
 
+@for_each(
+    ("options", "suggestion"),
+    [
+        ({"automatic_optimization": False}, ""),
+        ({"global_batch_size": 96, "accumulate_grad_batches": 3}, "`global_batch_size=192`, with twice the"),
+    ],
+)
+def test_no_accumulation_is_suggested_that_is_refused(options: dict[str, Any], suggestion: str) -> None:
+    texts = suggested([numbers(0), numbers(1)], reduce_dtype="bf16", **options)
+    assert [text for text in texts if not text.startswith(suggestion or "`bucket")] == []
+    assert bool(texts) == bool(suggestion)
+
+
 def test_8_bits_are_suggested_where_16_are_not_enough() -> None:
     # Reductions of 4 ms; with bf16 1 to 3 and 3 to 5 ms, with int8 1 to 2.02 and 2.02 to 3.03.
     codecs = {"int8": Codec()}
@@ -191,7 +204,10 @@ def test_waiting_for_weights_is_waiting_and_explains_no_reduction() -> None:
     outer_steps = [OuterStepStats(30, 200 * MS, 4 * MIB), OuterStepStats(60, 400 * MS, 4 * MIB)]
     lines = Summary.of(step, suggestions=[], state_bytes=(MIB, 2 * MIB), outer_steps=outer_steps).lines
     assert "Weights: their exchange ends a step and takes 6.00 ms of that; the step waits 4.00 ms for it." in lines
-    assert "Outer steps between islands: 2 in 60 steps; each takes 300.00 ms and 4.00 MiB of each rank." in lines
+    assert (
+        "Outer steps between islands: 2, the last after step 60; each takes 300.00 ms and 4.00 MiB of each rank."
+        in lines
+    )
     assert "Optimizer state: 1.00 MiB on rank 0, 2.00 MiB without `shard_optimizer`." in lines
 
 
@@ -286,6 +302,9 @@ def test_the_numbers_of_a_rank_are_of_its_middle_steps_and_travel_as_json() -> N
     assert (found.step_s, found.own_s, found.exposed_s, found.memory_bytes, found.num_steps) == (9, 4, 5, 6, 3)
     assert found.communication_s == 6
     assert TypicalStep.of([found], RUN).bandwidth == 2
+    # Four ranks in islands of two.
+    assert TypicalStep.of([found], replace(RUN, world_size=4, options={"num_islands": 2})).bandwidth == 2
+    assert TypicalStep.of([found], replace(RUN, world_size=4)).bandwidth == 3
     assert RankNumbers.from_json(json.loads(json.dumps(asdict(found)))) == found
     assert RankNumbers.of(RUN, []).step_s == 0
 

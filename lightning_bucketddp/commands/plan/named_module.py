@@ -282,7 +282,7 @@ def _read_record(path: Path) -> tuple[Profile | None, Run | None]:
     run, plan, profile = last.get(Run), last.get(RecordedPlan), last.get(Profile)
     if profile is None and run is not None and plan is not None:
         steps = [line for line in lines if isinstance(line, Step)]
-        profile = profile_of(plan, steps, num_ranks=run.world_size)
+        profile = profile_of(plan, steps, num_ranks=run.num_averaging)
         if profile is not None:
             profile = replace(profile, reduce_dtype=run.options.get("reduce_dtype"))
     return profile, run

@@ -74,7 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def print_comparison(a: TypicalStep, b: TypicalStep) -> int:
     """Print the phases of two typical steps and a verdict; return 1 if that of B is slower."""
-    rows = {PHASE_IN_WORDS[phase]: (a.phases[phase], b.phases.get(phase, 0.0)) for phase in a.phases}
+    rows = {
+        PHASE_IN_WORDS[phase]: (a.phases.get(phase, 0.0), b.phases.get(phase, 0.0)) for phase in a.phases | b.phases
+    }
     rows["all"] = (a.step_s, b.step_s)
     print(f"{'one step':<24}{'A ms':>10}{'B ms':>10}{'B / A':>8}")
     for name, (before_s, after_s) in rows.items():
