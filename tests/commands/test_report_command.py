@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from lightning_bucketddp.cli import main
-from lightning_bucketddp.commands.report import print_comparison, typical_step_of
+from lightning_bucketddp.commands.report import page_content, print_comparison, typical_step_of
 from lightning_bucketddp.recording.schema import FOLDER, path_of, read_run
 from tests.support.programs import run_python
-from tests.support.recordings import Recording
+from tests.support.recordings import Recording, with_weights
 
 
 def test_a_page_and_a_trace_are_written_and_opened(tmp_path: Path) -> None:
@@ -43,6 +43,17 @@ def test_missing_ranks_and_mistakes_are_answered_in_words(tmp_path: Path, capsys
     nowhere = tmp_path / "no" / "page.html"
     assert main(["report", str(folder), "--output", str(nowhere)]) == 2
     assert str(nowhere) in capsys.readouterr().err
+
+
+def test_the_wait_of_a_rank_beside_a_prediction_is_that_for_gradients(tmp_path: Path) -> None:
+    record = read_run(Recording(slowness={1: 2.0}).write(tmp_path))
+    for ours in record.ranks.values():
+        ours.steps.update({number: with_weights(step) for number, step in ours.steps.items()})
+    content, typical = page_content(record), typical_step_of(record)
+    assert [rank["exposed"] for rank in content["ranks"]] == [
+        pytest.approx(1e3 * (rank.exposed_s - rank.phases["weights"]), abs=0.001) for rank in typical.ranks
+    ]
+    assert all(rank.phases["weights"] > 0 for rank in typical.ranks)
 
 
 def test_two_runs_are_compared_and_a_slower_one_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,7 +141,13 @@ def page_content(record: RecordedRun) -> Json:
             "options": run.options,
         },
         "ranks": [
-            {"rank": r.rank, "host": r.host, "step": _ms(r.step_s), "own": _ms(r.own_s), "exposed": _ms(r.exposed_s)}
+            {
+                "rank": r.rank,
+                "host": r.host,
+                "step": _ms(r.step_s),
+                "own": _ms(r.own_s),
+                "exposed": _ms(r.phases["exposed"]),
+            }
             for r in typical.ranks
         ],
         "typical": _typical(typical),
