@@ -55,7 +55,7 @@ _NOT_OF_THE_USER = {*SET_BY_LIGHTNING, "log", "training_step"} | vars(nn.Module(
 _CONSTANT_OF_TRAINER = {
     *("strategy", "world_size", "global_rank", "local_rank", "node_rank", "num_nodes", "num_devices", "device_ids"),
     *("precision", "precision_plugin", "accelerator", "lightning_module", "model", "optimizers"),
-    *("max_epochs", "max_steps", "num_training_batches", "accumulate_grad_batches", "estimated_stepping_batches"),
+    *("max_epochs", "max_steps", "accumulate_grad_batches"),  # not of the data, which may be loaded again
     *("training", "validating", "testing", "predicting", "sanity_checking", "evaluating", "state", "barebones"),
     *("is_global_zero", "default_root_dir", "log_dir", "gradient_clip_val", "fast_dev_run", "log_every_n_steps"),
 }

@@ -23,11 +23,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from lightning_bucketddp import BucketDDPMonitor, BucketDDPStrategy
@@ -140,6 +140,21 @@ class Numbered(Network):
 class Annealed(Network):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         return self.loss(batch) * min(1.0, self.global_step / 10)
+
+
+class ByLength(Network):
+    """Scales its loss by the number of batches in an epoch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.loss(batch) * self.trainer.num_training_batches
+
+
+class ShrinkingData(LightningDataModule):
+    """Has fewer batches in each epoch."""
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        return DataLoader(Subset(loader().dataset, range(80 - 16 * self.trainer.current_epoch)), batch_size=4)
 
 
 class Counting(Network):
@@ -411,7 +426,7 @@ class Program:
     trainer: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[Callback]] = list
-    data: Callable[[], DataLoader[Any]] = loader
+    data: Callable[[], Any] = loader
     num_replayed: int = 10
     reason: str = ""
     needs_gpu: bool = False
@@ -478,6 +493,12 @@ PROGRAMS = {
     "random_of_its_own": Program(OwnNumbers, reason="`training_step` changes `numbers`"),
     "number_of_batch": Program(Numbered, reason=f"uses the number of the batch at {line_in(Numbered)}"),
     "number_of_step": Program(Annealed, reason=f"reads `trainer.global_step` at {line_in(Annealed)}"),
+    "number_of_batches": Program(
+        ByLength,
+        trainer={"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3},
+        data=ShrinkingData,
+        reason=f"reads `trainer.num_training_batches` at {line_in(ByLength)}",
+    ),
     "counting": Program(Counting, reason="`training_step` changes `num_calls`"),
     "metric": Program(Measuring, reason="metric"),
     "random_on_host": Program(Gambling, reason="draws random numbers on the CPU"),
