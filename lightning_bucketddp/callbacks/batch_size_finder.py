@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.data.evaluation import share_of
+from lightning_bucketddp.faults.failure import chain_of
 from lightning_bucketddp.processes import WorkerThread
 from lightning_bucketddp.strategies.fit_state import set_up_model
 from lightning_bucketddp.strategies.launchers import ProcessLauncher
@@ -198,11 +199,7 @@ class Trials:
 
     def _ran_out_of_memory(self, error: BaseException | None) -> bool:
         """Return whether `error`, or one in whose handling it was raised, is for lack of memory."""
-        while error is not None:
-            if self._is_out_of_memory(error):
-                return True
-            error = error.__cause__ or error.__context__
-        return False
+        return error is not None and any(map(self._is_out_of_memory, chain_of(error)))
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ import socket
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
@@ -131,12 +131,20 @@ class ShortTracebacks:
             self.previous(kind, error, trace)
 
 
+def chain_of(error: BaseException, *, with_contexts: bool = True) -> Iterator[BaseException]:
+    """Yield `error` and what it was raised from or after, each once: `raise error from error` makes a circle."""
+    seen: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and not any(one is other for other in seen):
+        seen.append(one)
+        yield one
+        one = one.__cause__ or (one.__context__ if with_contexts else None)
+
+
 def show_error(show: Callable[..., Any], error: BaseException) -> None:
     """Show an error at the end of a program by `show`, a `sys.excepthook`."""
-    one: BaseException | None = error
-    while one is not None:
+    for one in chain_of(error):
         one.__traceback__ = None if isinstance(one, RankFailedError) else _without_frameworks(one)
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
     show(type(error), error, error.__traceback__)
 
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from lightning_bucketddp.faults.failure import Failure, format_stack
+from lightning_bucketddp.faults.failure import Failure, chain_of, format_stack
 
 _INTERRUPT_AFTER_S = 1.0
 _EXIT_AFTER_S = 2.5
@@ -107,11 +107,9 @@ class Progress:
 
     def describe_origin(self, error: BaseException) -> str:
         """Return in which phase `error`, or what it was raised from, was raised; if not known, the current one."""
-        cause: BaseException | None = error
-        while cause is not None:
+        for cause in chain_of(error, with_contexts=False):
             if _RAISED_IN in vars(cause):
                 return str(vars(cause)[_RAISED_IN])
-            cause = cause.__cause__
         return self.describe()
 
     @property
@@ -143,14 +141,12 @@ class Progress:
 
     def was_waiting(self, error: BaseException) -> bool:
         """Return whether `error`, or what it was raised from, came out of a wait for other ranks."""
-        cause: BaseException | None = error
-        while cause is not None:
+        for cause in chain_of(error):
             frames = traceback.extract_tb(cause.__traceback__)
             if isinstance(cause, RuntimeError) and (
                 (frames and frames[-1].filename in self._waiting_in) or _BROKEN_CONNECTION.search(str(cause))
             ):
                 return True
-            cause = cause.__cause__ or cause.__context__
         return False
 
     def stack(self) -> str:

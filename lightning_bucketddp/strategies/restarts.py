@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.comm.process_group import abort_device_groups, leave_process_group
-from lightning_bucketddp.faults.failure import Failure, Kind
+from lightning_bucketddp.faults.failure import Failure, Kind, chain_of
 from lightning_bucketddp.startup.rendezvous import START, Rendezvous, knocks_of
 from lightning_bucketddp.startup.store import StartError, StoreAddress, part_of
 from lightning_bucketddp.strategies.auto_resume import AutoResume
@@ -169,10 +169,8 @@ class Restarts:
             if handler.signals is not None and handler.signals.late_signal:
                 signal.raise_signal(handler.signals.late_signal)  # ends the run, not only the attempt
         # Its frames hold the tensors of the failed step.
-        seen: BaseException | None = error
-        while seen is not None:
+        for seen in chain_of(error):
             traceback.clear_frames(seen.__traceback__)
-            seen = seen.__cause__ or seen.__context__
         return True
 
     def _is_agreed(self, failure: Failure) -> bool:

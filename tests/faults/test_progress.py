@@ -18,9 +18,21 @@ import torch
 from torch.futures import Future
 
 from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.faults.failure import show_error
 from lightning_bucketddp.faults.progress import OPTIMIZER, SAVING, Progress
 from lightning_bucketddp.reducer.reduction import PendingReduction
 from tests.support.programs import REPOSITORY
+
+
+def test_an_error_that_was_raised_from_itself_ends_no_search() -> None:
+    error = ValueError("by chance")
+    error.__cause__ = error
+    progress = Progress(waiting_in=())
+    assert not progress.was_waiting(error)
+    assert progress.describe_origin(error) == "set-up"
+    shown: list[Any] = []
+    show_error(lambda *it: shown.append(it), error)
+    assert shown == [(ValueError, error, None)]
 
 
 def test_asking_for_frames_locks_no_thread_for_ever() -> None:
