@@ -125,6 +125,10 @@ class Watchdog:
         self.stop_signal = self.stop_signal or number
 
     @property
+    def run_id(self) -> str:
+        return self._channel.run_id
+
+    @property
     def is_ending(self) -> bool:
         """Return whether this rank has raised, and only callbacks run still."""
         return self._shutdown.raised_at is not None

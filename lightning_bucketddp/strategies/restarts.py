@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# The key where rank 0 writes whether there is a restart, and how long the others wait for it.
-_VERDICT = "restart"
+# How long the others wait until rank 0 has written whether there is a restart.
 _VERDICT_WITHIN_S = 30.0
 _POLL_S = 0.02
 # Back-off while attempts do not come further than earlier ones: 1 s, 2 s, 4 s, ..., and at most this.
@@ -175,18 +174,21 @@ class Restarts:
 
     def _is_agreed(self, failure: Failure) -> bool:
         store, is_rank_zero = self._strategy.store, self._strategy.global_rank == 0
+        handler = self._strategy._fault_handler
+        # Of this run: the store may hold the verdict on an earlier one, after which the program has gone on.
+        key = "" if handler is None else f"restart/{handler.watchdog.run_id}"
         why_not = self._judge(failure) if is_rank_zero else None
         if self._strategy.world_size > 1:
             try:
                 if store is None:
                     why_not = "the process group was made by the program, and only the program can make another"
                 elif is_rank_zero:
-                    store.set(_VERDICT, json.dumps(why_not))
+                    store.set(key, json.dumps(why_not))
                 else:
                     deadline = time.monotonic() + _VERDICT_WITHIN_S
-                    while not store.check([_VERDICT]) and time.monotonic() < deadline:
+                    while not store.check([key]) and time.monotonic() < deadline:
                         time.sleep(_POLL_S)
-                    return store.check([_VERDICT]) and json.loads(store.get(_VERDICT)) is None
+                    return store.check([key]) and json.loads(store.get(key)) is None
             except RuntimeError:  # the store has gone with the process of rank 0, which may be started again
                 StrategyBase.store = None
                 return failure.rank == 0 and failure.kind in (Kind.DIED, Kind.LOST) and self.count < self._option.number

@@ -168,6 +168,20 @@ def test_a_later_fit_of_a_program_goes_on_in_the_same_processes_but_not_in_a_new
     assert told.count("resuming from") == 1
 
 
+def test_no_new_process_takes_part_in_a_fit_that_follows_a_validation(tmp_path: Path) -> None:
+    finished = train(tmp_path, fault("kill", step=3), validates=True)
+    assert finished.returncode != 0
+    assert "this is fit or evaluation 2 of the program" in " ".join(finished.output.split())
+
+
+def test_the_verdict_on_a_failure_is_of_that_fit_alone(without_faults: Any, tmp_path: Path) -> None:
+    faults = [{**fault("raise", rank=None, step=3, always=True), "fit": 0}, {**fault("raise", step=5), "fit": 1}]
+    finished = train(tmp_path, *faults, fits=2, catches=True, max_restarts=1)
+    assert weights(finished) == without_faults, finished.output
+    assert finished.output.count("no restart: ") == 1
+    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 1)] == [0, 3, 3, 5]
+
+
 @pytest.mark.parametrize("fault_of_rank_zero", ["kill", "interrupt"])
 def test_the_end_of_rank_zero_and_ctrl_c_end_the_run(fault_of_rank_zero: str, tmp_path: Path) -> None:
     finished = train(tmp_path, fault(fault_of_rank_zero, rank=0, step=3))

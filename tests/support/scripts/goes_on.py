@@ -134,7 +134,8 @@ def main() -> None:
     if plan.get("stays_away") and os.environ.get("LOCAL_RANK") == "1" and list(RESULTS.glob("fault0.*")):
         sys.exit(1)  # the process that takes the place of rank 1
     for number in range(plan.get("fits", 1)):
-        fit(plan, number)
+        with contextlib.suppress(Exception) if plan.get("catches") else contextlib.nullcontext():
+            fit(plan, number)
 
 
 class Rescue(OnExceptionCheckpoint):
