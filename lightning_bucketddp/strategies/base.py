@@ -73,8 +73,8 @@ class StrategyBase:
     has_partial_step: bool = False
     # `max_restarts`; None: a failure ends the run.
     restarts: Any = None
-    # The store where the ranks have met, if they may have to meet again; and the members by their launched ranks,
-    # if some are missing. They belong to the process, because a program may have several Trainers.
+    # The store where the ranks have met, and may meet again; and the members by their launched ranks, if some are
+    # missing. They belong to the process, because a program may have several Trainers.
     store: ClassVar[Any] = None
     members: ClassVar[list[int] | None] = None
     if TYPE_CHECKING:
@@ -155,10 +155,11 @@ class StrategyBase:
             return launched.find_failure(of_children=not is_restart or not self.options.max_restarts.min_ranks)
 
         with launched.ended_on_failure():
-            earlier = self.store if is_restart else None
+            earlier = self.store if is_restart or _port_of(self.store) == point.port else None
             store = rendezvous.meet(listener=listener, find_failure=find_failure, earlier=earlier)
+            StrategyBase.store = store
             if self.restarts is not None:
-                self.restarts.set_members(store, rendezvous.ranks, num_launched=point.world_size)
+                self.restarts.set_members(rendezvous.ranks, num_launched=point.world_size)
             point = replace(point, rank=rendezvous.ranks.index(point.rank), world_size=len(rendezvous.ranks))
             store.set_timeout(timeout or default_pg_timeout)
             if "nccl" in backend and timeout is not None:
@@ -358,6 +359,11 @@ class StrategyBase:
             instead = self._fault_handler.end_by(error, sigterm_exception=self.root.sigterm_exception)
             if instead is not None:
                 raise instead from None  # the error itself is only a connection that broke
+
+
+def _port_of(store: Any) -> int | None:
+    """Return the port of the store where this process has met others; None: it has not."""
+    return None if store is None else getattr(store.underlying_store, "port", None)
 
 
 def _describe_start(strategy: StrategyBase, *, backend: str, reducer: Reducer | None) -> str:

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.checkpoint.atomic_file import claim_file
@@ -132,7 +133,7 @@ class FaultHandler:
 
     def _end_with_python(self) -> None:
         self.watchdog.stop()
-        if self.watchdog.have_aborted:
+        if self.watchdog.have_aborted and not torch.distributed.is_initialized():  # otherwise another run has followed
             nowhere = open(os.devnull, "w")  # noqa: SIM115  (stays open to the end)
             faulthandler.dump_traceback_later(_LIBRARIES_END_WITHIN_S, exit=True, file=nowhere)
 

@@ -113,11 +113,11 @@ class Restarts:
             rendezvous.takes_over_after_s, rendezvous.awaited = timeouts.rejoin_s, set(members[1:])
         return rendezvous
 
-    def set_members(self, store: Any, ranks: list[int], *, num_launched: int) -> None:
+    def set_members(self, ranks: list[int], *, num_launched: int) -> None:
         """Renumber `ranks`, which have met. They may be fewer than were launched, or others than before."""
         strategy = self._strategy
         before = list(range(num_launched)) if strategy.members is None else strategy.members
-        StrategyBase.store, StrategyBase.members = store, ranks if len(ranks) < num_launched else None
+        StrategyBase.members = ranks if len(ranks) < num_launched else None
         if ranks != before and strategy.global_rank == 0:
             absent = [rank for rank in range(num_launched) if rank not in ranks]
             text = f" Nobody has brought {list_some_ranks(absent)} back." if absent else ""

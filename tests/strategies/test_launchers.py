@@ -21,6 +21,13 @@ def test_a_script_starts_its_processes(tmp_path: Path) -> None:
     assert not [name for name in finished.results["bucketddp.variables0"] if "BUCKETDDP" in name]
 
 
+def test_a_program_may_destroy_the_process_group_between_two_fits(tmp_path: Path) -> None:
+    command = (SCRIPTS / "fit.py", "bucketddp", "ddp", "bucketddp", "--destroy-group")
+    finished = run(*command, root="lightning.pytorch", directory=tmp_path)
+    assert_trained(finished, root="lightning.pytorch", name="bucketddp")
+    assert finished.results["ddp.rank1"]["weights"] == finished.results["bucketddp.rank1"]["weights"]
+
+
 def test_a_module_starts_its_processes(tmp_path: Path) -> None:
     finished = run(
         "-m", "tests.support.scripts.fit", "bucketddp", root="pytorch_lightning", directory=tmp_path, cwd=REPOSITORY

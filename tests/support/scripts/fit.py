@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--width", type=int, default=2)
+    parser.add_argument("--destroy-group", action="store_true", help="after each fit")
     arguments = parser.parse_args()
     variables = set(os.environ)
     for strategy in arguments.strategies:
@@ -109,6 +110,9 @@ def main() -> None:
         # Where the ranks are other processes, they have handed their weights back.
         write(f"{strategy}.main{trainer.global_rank}", weights(module))
         write(f"{strategy}.variables{trainer.global_rank}", sorted(set(os.environ) - variables))
+        if arguments.destroy_group:
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
