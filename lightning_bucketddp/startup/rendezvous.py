@@ -94,8 +94,9 @@ class RendezvousRound:
             )
         elif info.num_fits != self.host.num_fits:
             self.object(
-                f"Rank {info.rank} ({info}) is in fit {info.num_fits + 1} of its program, rank 0 in fit"
-                f" {self.host.num_fits + 1}: a new process begins with the first. Start with `start_method='spawn'`."
+                f"Rank {info.rank} ({info}) is in fit or evaluation {info.num_fits + 1} of its program, rank"
+                f" 0 in {self.host.num_fits + 1}: a new process begins with the first. Start with"
+                " `start_method='spawn'`."
             )
         else:
             there = RankInfo.from_json(self._keys.compare_set(f"joined/{info.rank}", "", info.to_json()))

@@ -87,7 +87,7 @@ class StoreAddress:
     world_size: int
     local_rank: int
     is_local: bool = False
-    num_fits: int = 0  # that have ended in the program of this rank
+    num_fits: int = 0  # and evaluations, that the program of this rank has had before
     takes_over: bool = False  # the store, from rank 0, which is gone
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -53,6 +53,8 @@ class AutoResume:
 
     # In this program, by run and `default_root_dir`.
     num_fits_ended: ClassVar[Counter[tuple[str, str]]] = Counter()
+    # Fits and evaluations that are over in this program, also those that have raised.
+    num_launches: ClassVar[int] = 0
     # The directories of `ModelCheckpoint`s as the user gave them, which Lightning replaces.
     _directories: ClassVar[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 
@@ -68,10 +70,20 @@ class AutoResume:
 
     @contextmanager
     def launched(self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
+        """Count what is launched inside, and identify the run of a `fit`."""
+        for callback in () if trainer is None else trainer.checkpoint_callbacks:
+            if hasattr(callback, "dirpath"):  # which Lightning replaces in a validation, too
+                self._directories.setdefault(callback, callback.dirpath)
+        is_known = self._is_on and trainer is not None and trainer.state.fn == "fit"
+        try:
+            with self._identified(trainer, function, args) if is_known else nullcontext():
+                yield
+        finally:
+            AutoResume.num_launches += 1
+
+    @contextmanager
+    def _identified(self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
         """Identify the run of a `fit`, which is launched inside, by its arguments."""
-        if not self._is_on or trainer is None or trainer.state.fn != "fit":
-            yield
-            return
         arguments = inspect.signature(function).bind(*args).arguments
         self._is_path_given = bool(arguments.get("ckpt_path")) or has_ckpt_path(trainer)
         of_run = self._describe_run(trainer, arguments), _absolute(trainer.default_root_dir)

@@ -135,7 +135,7 @@ class StrategyBase:
             world_size=environment.world_size(),
             local_rank=environment.local_rank(),
             is_local=self._is_on_one_host,
-            num_fits=0 if self.restarts is None else sum(AutoResume.num_fits_ended.values()),
+            num_fits=0 if self.restarts is None else AutoResume.num_launches,
         )
         os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
         is_restart = self.restarts is not None and self.restarts.count > 0

@@ -182,7 +182,7 @@ def test_what_another_version_has_written_is_named(written: str) -> None:
 def test_a_process_that_is_in_another_fit_of_its_program_does_not_join() -> None:
     rdzv = RendezvousRound(HashStore(), RankInfo(rank=0, world_size=2, num_fits=1))
     rdzv.join(RankInfo(rank=1, world_size=2))
-    assert re.match(r"Rank 1 \(.*\) is in fit 1 of its program, rank 0 in fit 2: ", str(rdzv.objection()))
+    assert re.match(r"Rank 1 \(.*\) is in fit or evaluation 1 of its program, rank 0 in 2: ", str(rdzv.objection()))
     assert rdzv.missing() == [0, 1]
 
 

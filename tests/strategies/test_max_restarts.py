@@ -164,7 +164,7 @@ def test_a_later_fit_of_a_program_goes_on_in_the_same_processes_but_not_in_a_new
     assert finished.results["end.rank0"]["weights"] == without_faults, finished.output  # of the second fit
     assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 1)] == [0, 0, 3, 0]
     told = " ".join(finished.output.split())
-    assert "no restart: this is fit 3 of the program, and a new process begins with the first" in told
+    assert "no restart: this is fit or evaluation 3 of the program, and a new process begins with the first" in told
     assert told.count("resuming from") == 1
 
 

@@ -194,6 +194,8 @@ def fit(plan: dict[str, Any], number: int) -> None:
     size = plan.get("batch_size", len(inputs) // STEPS_PER_EPOCH // num_ranks)
     workers = plan.get("workers", 0)
     loaders = DataLoader(data, size, shuffle=True, num_workers=workers), DataLoader(data, size)
+    if plan.get("validates"):
+        trainer.validate(module, loaders[1], verbose=False)
     trainer.fit(module, *loaders, ckpt_path=plan.get("ckpt_path"))
     weights = {name: tensor.tolist() for name, tensor in module.state_dict().items()}
     end = {"weights": weights, "pid": os.getpid(), "world_size": trainer.world_size, "steps": trainer.global_step}
