@@ -110,9 +110,9 @@ class AutoResume:
             ],
             "hyperparameters": [plain(getattr(it, "hparams_initial", None)) for it in (module, *data)],
             "checkpoints": [
-                (it.state_key, str(self._directories.setdefault(it, it.dirpath)), str(it.filename))
+                (it.state_key, str(self._directories[it]), str(it.filename))
                 for it in trainer.checkpoint_callbacks
-                if hasattr(it, "dirpath")
+                if it in self._directories
             ],
         }
         return hashlib.sha256(json.dumps(run).encode()).hexdigest()[:16]

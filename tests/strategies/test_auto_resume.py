@@ -60,6 +60,7 @@ class Setting:
     accumulates: dict[int, int] = field(default_factory=dict)  # so many batches, from which epoch on
     stops: bool = False  # a hook ends the run after the first epoch
     is_manual: bool = False  # optimizes by itself
+    validates_first: bool = False  # before the fit
     has_plateau: bool = False  # validates, with a loss that never gets smaller, which its learning rate follows
     trainer: dict[str, Any] = field(default_factory=dict)
     global_batch_size: int | None = None
@@ -225,6 +226,8 @@ def fit(
     logging.captureWarnings(True)
     with lines_logged(rank_zero.log.name, "py.warnings", level=logging.INFO) as lines, workers_allowed():
         try:
+            if setting.validates_first:
+                trainer.validate(module, DataLoader(Numbers(4)), verbose=False)
             trainer.fit(module, *loaders, ckpt_path=ckpt_path)
         except Interrupted:
             module.outcome.is_interrupted = True
@@ -418,6 +421,27 @@ def test_a_fit_in_a_directory_of_its_own_is_known_whatever_the_program_fits_befo
     assert begun_at == [3]
     [begun_at, _] = run_on_ranks(fit_folds, directory=tmp_path, folds={"1": None, "2": None, "3": None})
     assert begun_at == [None, 5, None]
+
+
+def test_metrics_that_a_full_disk_left_empty_are_written_to(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, version=0)
+    path = Path(logger.log_dir) / "metrics.csv"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    _reopen_csv(logger)
+    logger.log_metrics({"score": 1.0}, step=3)
+    logger.save()
+    assert sorted(path.read_text().splitlines()[0].split(",")) == ["score", "step"]
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_validation_before_the_fit_makes_no_other_run_of_it(tmp_path: Path) -> None:
+    """Lightning gives a `ModelCheckpoint` the directory of its logger's version in a validation, too."""
+    setting = Setting("logger", num_epochs=1, saves=True, validates_first=True)
+    ranks = run_on_ranks(interrupt_and_resume, directory=tmp_path, setting=setting, interruptions=[Interruption(3)])
+    for undisturbed, [_, resumed] in ranks:
+        assert resumed.begun_at == 3
+        assert torch.equal(resumed.weights[0], undisturbed.weights[0])
 
 
 def test_a_resumed_run_goes_on_in_its_directory_and_knows_its_best_checkpoints(tmp_path: Path) -> None:
