@@ -166,6 +166,8 @@ class CheckpointWriter:
                 self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bucketddp checkpoints")
             self._in_flight = self._thread.submit(self._write, snapshot, write, path)
         else:
+            with self.stats.timing("waiting_s"):
+                self._end_thread()  # which may have something to remove still
             with self.stats.timing("writing_s"):
                 write(checkpoint)
         if failure is not None:
@@ -187,11 +189,15 @@ class CheckpointWriter:
         """Wait for the write in flight, end the thread, and raise its failure."""
         with self.stats.timing("waiting_s"):
             failure = self._finish()
-            if self._thread is not None:
-                self._thread.shutdown()
-                self._thread = None
+            self._end_thread()
         if failure is not None:
             raise failure
+
+    def _end_thread(self) -> None:
+        """Wait for what the thread has to do, and end it."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
 
     def _finish(self) -> BaseException | None:
         """Wait for the write in flight; return its failure."""

@@ -123,6 +123,8 @@ class RunRecord:
         if loggers is not None:
             record["loggers"] = list(loggers)
         self._write({**record, "last": number, "end": record.get("end") if is_over else None})
+        if path != self.start_path:
+            self.remove_start()
 
     def remove(self, path: str) -> None:
         """Note that the checkpoint at `path` is removed."""
@@ -134,7 +136,7 @@ class RunRecord:
         """Remove what the run has begun with, if it is there."""
         filesystem, path = url_to_fs(self.start_path)
         if filesystem.exists(path):
-            filesystem.rm(path)
+            filesystem.rm_file(path)  # `rm` takes brackets in a name for a pattern
             self.remove(self.start_path)
 
     def add_restart(self, why: str, *, step: int) -> None:

@@ -182,8 +182,6 @@ class AutoResume:
         """Note that `checkpoint` was written to `path`."""
         is_hidden = os.path.basename(str(path)).startswith(".")
         if self._record is not None and "optimizer_states" in checkpoint and not is_hidden:
-            if str(path) != self._record.start_path:
-                self._record.remove_start()
             loggers: Loggers | None = None
             if trainer.global_rank == 0:  # others, which may save after a failure, do not know the versions
                 versions = [(type(logger).__name__, logger.version) for logger in trainer.loggers]

@@ -163,6 +163,8 @@ class Restarts:
             return False
         self.count += 1
         end_failed_fit(strategy.trainer, error, interrupt=strategy.root.interrupt)
+        if strategy.global_rank == 0:  # now, because the thread that writes checkpoints has changed the record
+            strategy._checkpoints.auto_resume.note_restart(failure, strategy.trainer)
         if handler is not None:
             handler.forget_at_exit()
             if handler.signals is not None and handler.signals.late_signal:
@@ -216,7 +218,6 @@ class Restarts:
         self._pause_s = min(2.0 ** (self._num_in_vain - 1), _LONGEST_PAUSE_S) if self._num_in_vain else 0.0
         when = f"in {self._pause_s:g} s" if self._pause_s else "now"
         log.warning(wrap(f"bucketddp: restart {self.count + 1} of {self._option.number} {when}. {failure.summary()}"))
-        self._strategy._checkpoints.auto_resume.note_restart(failure, trainer)
         return None
 
     def _clean_up(self, at_start: ModuleAtStart, excepthook: Any) -> None:

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +158,22 @@ def test_an_older_checkpoint_is_removed_after_the_newer_one_is_written(
     assert os.listdir(tmp_path) == ["model.ckpt"]
     writer.remove(Path(storage.path).unlink, path=storage.path)  # nothing to wait for
     assert os.listdir(tmp_path) == []
+
+
+def test_what_is_to_be_removed_is_gone_before_a_save_that_is_not_in_the_background(
+    writer: CheckpointWriter, storage: HeldStorage
+) -> None:
+    storage.released.set()
+    done: list[str] = []
+
+    def remove() -> None:
+        time.sleep(0.3)
+        done.append("removed")
+
+    save(1, writer, storage)
+    writer.remove(remove, path="old.ckpt")
+    writer.save({}, lambda _: done.append("saved"), path=storage.path, in_background=False)
+    assert done == ["removed", "saved"]
 
 
 def test_an_older_checkpoint_stays_if_the_newer_one_cannot_be_written(

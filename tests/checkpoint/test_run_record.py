@@ -46,6 +46,19 @@ def test_a_run_that_ended_goes_on_when_it_saves_again(tmp_path: Path) -> None:
     assert record.end is None
 
 
+@pytest.mark.parametrize("root", ["{}/run[lr=1]", "memory://bucketddp{}/run[lr=1]"])
+def test_what_a_run_began_with_stays_until_there_is_another_checkpoint(root: str, tmp_path: Path) -> None:
+    record = RunRecord(root.format(tmp_path), "run")
+    with fsspec.open(record.start_path, "wb", auto_mkdir=True) as file:
+        torch.save({"number": torch.tensor(1)}, file)
+    record.add(record.start_path, step=0, epoch=0)
+    record.add(str(tmp_path), step=1, epoch=0)  # a plugin may save directories
+    assert [saved.step for saved in record.newest_first() if saved.is_there()] == [0]
+    record.add(save(tmp_path / "a.ckpt", 1), step=1, epoch=0)
+    assert [saved.step for saved in record.newest_first()] == [1]
+    assert not fsspec.open(record.start_path).fs.exists(record.start_path)
+
+
 def test_a_directory_may_be_moved(tmp_path: Path) -> None:
     record = RunRecord(str(tmp_path / "here"), "run")
     record.add(save(tmp_path / "here" / "a.ckpt", 1), step=1, epoch=0)
