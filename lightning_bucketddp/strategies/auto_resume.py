@@ -88,12 +88,12 @@ class AutoResume:
         self._is_path_given = bool(arguments.get("ckpt_path")) or has_ckpt_path(trainer)
         of_run = self._describe_run(trainer, arguments), _absolute(trainer.default_root_dir)
         self._name = f"{of_run[0]}-{self.num_fits_ended[of_run]}"
-        min_steps = trainer.fit_loop.epoch_loop.min_steps
+        minimum = trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps
         self._is_restart = False
         try:
             yield
         finally:
-            trainer.fit_loop.epoch_loop.min_steps = min_steps
+            trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = minimum
         self.num_fits_ended[of_run] += 1
 
     def _describe_run(self, trainer: Any, arguments: Mapping[str, Any]) -> str:
@@ -261,7 +261,7 @@ def _reopen_csv(logger: Any) -> None:
         writer = logger.experiment
     filesystem.mv(f"{path}.kept", path)
     with filesystem.open(path, "r", newline="") as file:
-        writer.metrics_keys = next(csv.reader(file))
+        writer.metrics_keys = next(csv.reader(file), [])  # none if the disk was full
 
 
 def _agree(record: RunRecord, collectives: Collectives, *, checks_files: bool) -> SavedCheckpoint | None:

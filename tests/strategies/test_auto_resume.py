@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.strategies.auto_resume import AutoResume, plain
+from lightning_bucketddp.strategies.auto_resume import AutoResume, _reopen_csv, plain
 from tests.data.test_epoch_position import Numbers
 from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.scripts.evaluations import ByParity
@@ -221,6 +221,7 @@ def fit(
         **{"num_sanity_val_steps": 0, **setting.trainer},
     )
     module = Seeing(setting, interruption, **of_module)
+    min_epochs = trainer.fit_loop.min_epochs
     validates = setting.has_plateau or "val_check_interval" in setting.trainer
     loaders = make_loader(setting), DataLoader(Numbers(4)) if validates else None
     logging.captureWarnings(True)
@@ -233,6 +234,7 @@ def fit(
             module.outcome.is_interrupted = True
         finally:
             logging.captureWarnings(False)
+    assert trainer.fit_loop.min_epochs == min_epochs  # for another fit
     scores = {Path(path).name: float(score) for path, score in saves.best_k_models.items()}
     return replace(
         module.outcome,
