@@ -203,7 +203,9 @@ class Restarts:
         trainer = self._strategy.trainer
         what = failure.what.partition(":")[0] if failure.kind is Kind.RAISED else failure.what
         phase = failure.where.partition(" of batch ")[0]  # without details, which may differ
-        this = (failure.rank, failure.kind, what, phase, trainer.current_epoch, trainer.fit_loop.batch_idx)
+        # Where all ranks raise, the first to report it may be another one each time.
+        rank = None if failure.kind is Kind.RAISED else failure.rank
+        this = (rank, failure.kind, what, phase, trainer.current_epoch, trainer.fit_loop.batch_idx)
         num_fits, is_lost = AutoResume.num_launches, failure.kind in (Kind.DIED, Kind.LOST)
         if num_fits and is_lost and self._option.min_ranks is None and self._strategy.options.start_method == "popen":
             why = f"this is fit or evaluation {num_fits + 1} of the program, and a new process begins with the first"
