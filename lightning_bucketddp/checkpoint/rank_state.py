@@ -222,7 +222,7 @@ class RankSeeds:
         self._checkpoint = {"global_step": checkpoint.get("global_step", 0), **saved}
 
     def forget_checkpoint(self) -> None:
-        """Forget the checkpoint that was loaded: no training begins with it."""
+        """Forget the checkpoint that was loaded: another run begins."""
         self._checkpoint = None
 
     def begin(self, *, step: int, collectives: Collectives, device: torch.device) -> None:

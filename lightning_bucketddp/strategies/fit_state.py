@@ -204,8 +204,6 @@ def prepare_run(strategy: TrainerStrategy, trainer: Trainer) -> None:
         )
     if state.is_fit:
         _prepare_fit(strategy, trainer, collectives)
-    elif strategy._rank_seeds is not None:
-        strategy._rank_seeds.forget_checkpoint()
 
 
 def _prepare_fit(strategy: TrainerStrategy, trainer: Trainer, collectives: Collectives) -> None:

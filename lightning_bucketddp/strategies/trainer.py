@@ -205,6 +205,8 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
             self._collectives = self._new_collectives()
             self._checkpoints.join_process_group()
         self._position.forget_checkpoint()
+        if self._rank_seeds is not None:
+            self._rank_seeds.forget_checkpoint()
         if self.lightning_module is not None:
             self._loaders.watch(self.trainer)
         self._checkpoints.begin_restoring()

@@ -106,6 +106,7 @@ def train(
     directory: Path | None = None,
     resume_from: Path | None = None,
     validate_first: Path | None = None,
+    load_after_fit: Path | None = None,
     save_to: Path | None = None,
     weights_only: bool = False,
     **options: Any,
@@ -130,6 +131,8 @@ def train(
         for fit in range(1, fits + 1):
             trainer.fit_loop.max_epochs = fit * max_epochs
             trainer.fit(module, _loader(num_workers), _loader(0), ckpt_path=resume_from)
+            if load_after_fit is not None:
+                trainer.strategy.load_checkpoint(load_after_fit)
         if save_to is not None:
             trainer.save_checkpoint(save_to, weights_only=weights_only)
     seen.weights.append(_weights(module))
@@ -190,6 +193,8 @@ def test_what_is_drawn_seeded_or_loaded_before_training_does_not_count(tmp_path:
     trained(max_epochs=1, save_to=tmp_path / "1.ckpt")
     for before in ({"torch_seed": 5}, {"validate_first": tmp_path / "1.ckpt"}):
         assert [rank.dropout_masks for rank in trained(**before)] == [rank.dropout_masks for rank in trained()]
+    ranks, plain = (trained(fits=2, max_epochs=1, **loads) for loads in ({"load_after_fit": tmp_path / "1.ckpt"}, {}))
+    assert [rank.dropout_masks for rank in ranks] == [rank.dropout_masks for rank in plain]
 
 
 def test_a_second_fit_does_not_repeat_the_first() -> None:
