@@ -196,7 +196,15 @@ def _is_framework(file: str) -> bool:
 
 
 def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_NUM_CHARACTERS]
+    return f"{type(error).__name__}: {text_of(error)}"[:_NUM_CHARACTERS]
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of `error`, also if its class, which may be the user's, cannot give it."""
+    try:
+        return str(error)
+    except Exception as mistake:
+        return f"<its text raises {type(mistake).__name__}>"
 
 
 def this_process() -> str:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from lightning_bucketddp.faults.failure import Failure, chain_of, format_stack
+from lightning_bucketddp.faults.failure import Failure, chain_of, format_stack, text_of
 
 _INTERRUPT_AFTER_S = 1.0
 _EXIT_AFTER_S = 2.5
@@ -144,7 +144,7 @@ class Progress:
         for cause in chain_of(error):
             frames = traceback.extract_tb(cause.__traceback__)
             if isinstance(cause, RuntimeError) and (
-                (frames and frames[-1].filename in self._waiting_in) or _BROKEN_CONNECTION.search(str(cause))
+                (frames and frames[-1].filename in self._waiting_in) or _BROKEN_CONNECTION.search(text_of(cause))
             ):
                 return True
         return False

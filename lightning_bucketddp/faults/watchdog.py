@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError
+from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError, text_of
 from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
 from lightning_bucketddp.faults.progress import Progress, Shutdown
 from lightning_bucketddp.faults.side_channel import SaverElection, SideChannel
@@ -162,7 +162,7 @@ class Watchdog:
             own = replace(own, kind=Kind.STOPPED, signal=stopped_by, stack="")
         self._shutdown.raised_at = time.monotonic()
         is_consequence = isinstance(error, RankFailedError) or self._progress.was_waiting(error)
-        text = str(error).lower().replace("connection timed out", "")  # that is the kernel's, of a connection
+        text = text_of(error).lower().replace("connection timed out", "")  # that is the kernel's, of a connection
         if is_consequence and ("timed out" in text or "timeout" in text):
             own = replace(own, kind=Kind.STALLED)
         elif is_consequence:

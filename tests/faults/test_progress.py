@@ -18,7 +18,7 @@ import torch
 from torch.futures import Future
 
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.faults.failure import show_error
+from lightning_bucketddp.faults.failure import Failure, show_error
 from lightning_bucketddp.faults.progress import OPTIMIZER, SAVING, Progress
 from lightning_bucketddp.reducer.reduction import PendingReduction
 from tests.support.programs import REPOSITORY
@@ -33,6 +33,17 @@ def test_an_error_that_was_raised_from_itself_ends_no_search() -> None:
     shown: list[Any] = []
     show_error(lambda *it: shown.append(it), error)
     assert shown == [(ValueError, error, None)]
+
+
+class Mute(RuntimeError):
+    def __str__(self) -> str:
+        raise IndexError
+
+
+def test_an_error_that_has_no_text_is_reported_all_the_same() -> None:
+    assert not Progress(waiting_in=()).was_waiting(Mute())
+    failure = Failure.of(Mute(), rank=1, where="forward")
+    assert failure.summary().endswith("failed in forward: Mute: <its text raises IndexError>")
 
 
 def test_asking_for_frames_locks_no_thread_for_ever() -> None:
