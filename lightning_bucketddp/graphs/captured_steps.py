@@ -47,10 +47,12 @@ from lightning_bucketddp.graphs.proof import (
 )
 from lightning_bucketddp.graphs.replay import (
     CUDAGraph,
+    GradientMemory,
     Outcome,
     Values,
     captured_in,
     is_replayable,
+    references_to,
     replay_backward,
     take_gradients,
 )
@@ -79,8 +81,8 @@ class _Step:
     graph: CUDAGraph
     inputs: list[Tensor]  # the batch's tensors that the graph reads
     params: list[Tensor]  # all parameters of the module
-    before: list[Tensor | None]  # by parameter, the gradient that the graph adds to; None: the graph makes it
-    gradients: list[Tensor | None]  # by parameter, the gradient after the step
+    before: list[Any]  # by parameter, references to the gradients that the graph adds to; None: the graph makes it
+    gradients: GradientMemory  # after the step
     result: Any  # what the closure returns
     logged: list[Any]  # the calls of `self.log`
     backward: CapturedBackward
@@ -94,7 +96,7 @@ class _Step:
     def finds_gradients(self, *, zeroed: bool) -> bool:
         """Return whether the gradients that the graph adds to are still in place; `zeroed`: `zero_grad` comes first."""
         return all(
-            (zeroed and gradient is None) or param.grad is gradient
+            zeroed or param.grad is None if gradient is None else param.grad is not None and param.grad is gradient()
             for param, gradient in zip(self.params, self.before, strict=True)
         )
 
@@ -207,7 +209,7 @@ class CapturedSteps(RunPart):
             del self._steps[key]  # to be captured again
             self._num_recaptured += 1
             if self._num_recaptured > _MOST_GRAPHS + self.num_replayed // _REPLAYS_PER_CAPTURE:
-                self._give_up(f"`{changed}` changes between steps")
+                self._give_up(changed)
             step = None
         can_replay = step is not None and step.finds_gradients(zeroed=closure.zero_grad is not None)
         wish = self._wish(key, can_replay=can_replay)
@@ -234,9 +236,12 @@ class CapturedSteps(RunPart):
         return (signature, how, self.trainer.strategy.loss_factor()), tensors
 
     def _find_change(self, step: _Step, trainable: tuple[bool, ...]) -> str:
-        """Return the name of something that has changed since `step` was captured, or ""."""
-        can_replay = is_replayable(self._reducer, step.backward, trainable)
-        return step.state.find_change() or ("" if can_replay else "requires_grad")
+        """Return why `step`, which was captured earlier, can no longer be replayed, or ""."""
+        if changed := step.state.find_change():
+            return f"`{changed}` changes between steps"
+        if not is_replayable(self._reducer, step.backward, trainable):
+            return "`requires_grad` changes between steps"
+        return "a gradient is kept for later steps without a copy" if step.gradients.is_taken() else ""
 
     def _wish(self, key: Any, *, can_replay: bool) -> str:
         """Return what all ranks do in this step besides training. All ranks call this in the same steps."""
@@ -260,9 +265,7 @@ class CapturedSteps(RunPart):
 
         def run() -> None:
             step.graph.replay()
-            for param, gradient in zip(step.params, step.gradients, strict=True):
-                if param.grad is not gradient:
-                    param.grad = gradient
+            step.gradients.attach()
             if self._reducer.is_alone:
                 self._reducer.finiteness.check_loss(step.result.loss)
 
@@ -298,8 +301,10 @@ class CapturedSteps(RunPart):
                 # Before the replay, so that an abort can release it. If it differs, all graphs are given up.
                 self._steps[key] = step
                 step.graph.replay()
-                replayed = Outcome(step.values, step.gradients, list(self._module.buffers()))
-                self._compare_outcomes(replayed, kept.outcome(values), when="first")
+                buffers = list(self._module.buffers())
+                self._compare_outcomes(
+                    Outcome(step.values, step.gradients.tensors(), buffers), kept.outcome(values), when="first"
+                )
         finally:
             kept.restore()
             take_gradients(self._reducer)
@@ -313,7 +318,7 @@ class CapturedSteps(RunPart):
         with torch.no_grad():
             step.copy_batch(tensors)
             step.graph.replay()
-            replayed = Outcome.of(self._module, step.values, step.gradients)
+            replayed = Outcome.of(self._module, step.values, step.gradients.tensors())
         self._steps.clear()
         del step
         start.restore()
@@ -325,13 +330,13 @@ class CapturedSteps(RunPart):
         arguments = apply_to_collection(dict(closure.arguments), Tensor, torch.clone)
         _, inputs = signature_of(arguments, self.collectives.device)
         params = list(self._module.parameters())
-        before = [param.grad for param in params]
+        before = references_to(params)
         assert self.make_graph is not None
         graph = self.make_graph()
 
         def body() -> _Step:
             result, logged, backward = self._run_as_captured(closure, arguments, loss_digest)
-            gradients = [None if param.grad is None else param.grad.detach() for param in params]
+            gradients = GradientMemory(params, backward.bucket_set)
             state = PythonState(self._module, self.collectives.device)
             return _Step(graph, inputs, params, before, gradients, result, logged, backward, state)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -13,9 +15,11 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_bucketddp.reducer.bucket import BufferedBucket, UseCounts
+from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.launch_queue import CapturedBackward
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.sharding.gradient import own_shard
+from lightning_bucketddp.sharding.gradient import ShardedGradient, own_shard
 
 _LAUNCHED_WITHIN_S = 1.0
 
@@ -68,6 +72,48 @@ def new_graph(device: torch.device) -> Callable[[], CUDAGraph] | None:
         return None
     pool = torch.cuda.graph_pool_handle()
     return lambda: CUDAGraph(pool)
+
+
+def references_to(params: Sequence[Tensor]) -> list[weakref.ref[Tensor] | None]:
+    """Return weak references to the gradients of `params`: others would count as uses of their memory."""
+    return [None if param.grad is None else weakref.ref(param.grad) for param in params]
+
+
+class GradientMemory:
+    """Where a graph has the gradients of `params`: in buckets, or in memory of its own.
+
+    Has no references to views of buckets, because those are counted there.
+    """
+
+    def __init__(self, params: Sequence[Tensor], bucket_set: BucketSet | None) -> None:
+        buckets = [] if bucket_set is None else bucket_set.buckets
+        self._wires = [(bucket, bucket.wire) for bucket in buckets if isinstance(bucket, BufferedBucket)]
+        views = {id(view) for bucket, _ in self._wires for view in bucket.views}
+        self._params = params
+        self._gradients = references_to(params)
+        self._own = [(param, param.grad) for param in params if param.grad is not None and id(param.grad) not in views]
+        # Those that are divided among ranks refuse to be read after the next backward.
+        counted = [(param, gradient) for param, gradient in self._own if not isinstance(gradient, ShardedGradient)]
+        self._counts = UseCounts([param for param, _ in counted], [gradient for _, gradient in counted])
+        self._uses = self._counts.largest()  # when nobody else has them
+
+    def tensors(self) -> list[Tensor | None]:
+        """Return the gradients, by parameter."""
+        return [None if gradient is None else gradient() for gradient in self._gradients]
+
+    def attach(self) -> None:
+        """Set `.grad` of all parameters."""
+        for param, gradient in zip(self._params, self.tensors(), strict=True):
+            if param.grad is not gradient:
+                param.grad = gradient
+
+    def is_taken(self) -> bool:
+        """Return whether a program keeps a gradient that is here, so that no replay may overwrite it."""
+        if any(bucket.wire is not wire or bucket.is_used() for bucket, wire in self._wires):
+            return True
+        before, now = self._uses, self._counts.largest()
+        self._uses = min(before[0], now[0]), min(before[1], now[1])  # gloo drops tensors late
+        return now[0] > before[0] or now[1] > before[1]
 
 
 @contextmanager

@@ -63,6 +63,38 @@ class BufferLayout:
         return cls(offsets, numel if sharding is None else sharding.padded(numel, align=align))
 
 
+class UseCounts:
+    """Counts who uses `gradients`, besides `.grad` of `params`: references of Python, and tensors over their memory."""
+
+    def __init__(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        self._params, self._gradients = params, gradients
+        self._storages = [gradient.untyped_storage() for gradient in gradients]
+        self._addresses = [storage._cdata for storage in self._storages]
+
+    def largest(self, places: Sequence[int] | None = None) -> tuple[int, int]:
+        """Return the largest of both counts; `places`: of these, which no parameter has as its `.grad`."""
+        references = list(map(sys.getrefcount, self._gradients))
+        uses = list(map(torch._C._storage_Use_Count, self._addresses))
+        if places is not None:
+            references, uses = [references[place] for place in places], [uses[place] for place in places]
+        elif _REFERENCES_OF_GRAD:
+            pairs = zip(self._params, self._gradients, strict=True)
+            held = [_REFERENCES_OF_GRAD * (param.grad is gradient) for param, gradient in pairs]
+            references = [number - of_grad for number, of_grad in zip(references, held, strict=True)]
+        return max(references, default=0), max(uses, default=0)
+
+
+def _references_of_grad() -> int:
+    """Return how many references of Python there are to a tensor because it is a `.grad`: that depends on torch."""
+    param, gradient = torch.zeros(1, requires_grad=True), torch.zeros(1)
+    before = sys.getrefcount(gradient)
+    param.grad = gradient
+    return sys.getrefcount(gradient) - before
+
+
+_REFERENCES_OF_GRAD = _references_of_grad()
+
+
 class BufferedBucket:
     """Dense gradients of some parameters, side by side in one buffer.
 
@@ -102,8 +134,6 @@ class BufferedBucket:
         self._has_whole_storage = may_be_resized or self._gives_back
         self._has_padding = sum(param.numel() for param in params) < layout.numel
         self._allocate()
-        # Measured, because it depends on the interpreter how many references a call itself holds.
-        self._references_of_ours = max(map(sys.getrefcount, self.views), default=0)
         self.count_uses()
 
     def _allocate(self) -> None:
@@ -115,6 +145,7 @@ class BufferedBucket:
         self.buffer = torch.view_as_complex(numbers.view(-1, 2)) if self._dtype.is_complex else numbers
         self._storage = self.wire.untyped_storage()
         self.views = self.views_of(self.buffer)
+        self._uses = UseCounts(self.params, self.views)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -138,7 +169,7 @@ class BufferedBucket:
             and (grad is None or grad.data_ptr() != addresses[place] or grad.stride() != view.stride())
         ]
         # Torch moves gradients with their module, and the user may have kept some of an earlier backward.
-        if [view.data_ptr() for view in views] != addresses or (outside and self._is_used(outside)):
+        if [view.data_ptr() for view in views] != addresses or (outside and self.is_used(outside)):
             self._allocate()
             views, outside = self.views, list(range(len(params)))
         missing = [place for place in outside if grads[place] is None]
@@ -158,19 +189,10 @@ class BufferedBucket:
             addresses[place] = 0  # as torch gives it
         return addresses
 
-    def _is_used(self, places: Sequence[int]) -> bool:
+    def is_used(self, places: Sequence[int] | None = None) -> bool:
         """Return whether somebody else has one of these views, or another tensor over its memory (`grad.detach()`)."""
-        references = list(map(sys.getrefcount, self.views))
-        return max([references[place] for place in places]) > self._references_of_ours or (
-            self._num_uses(places) > self._uses_of_ours
-        )
-
-    def _num_uses(self, places: Sequence[int]) -> int:
-        """Return how many tensors use the memory of these views; with a storage for each, that which most use."""
-        storages = [self._storage]
-        if not self._has_whole_storage:
-            storages = [self.views[place].untyped_storage() for place in places]
-        return max([torch._C._storage_Use_Count(storage._cdata) for storage in storages], default=0)
+        references, uses = self._uses.largest(places)
+        return references > self._uses_of_ours[0] or uses > self._uses_of_ours[1]
 
     def _view(self, buffer: Tensor, position: int) -> Tensor:
         param = self.params[position]
@@ -194,14 +216,15 @@ class BufferedBucket:
 
     def count_uses(self) -> None:
         """Count the tensors that use the memory before the user has one of them."""
-        self._uses_of_ours = self._num_uses(range(len(self.params)))
+        # Measured, because it depends on the interpreter how many references a call itself holds.
+        self._uses_of_ours = self._uses.largest()
 
     def give_back(self) -> None:
         """Free the memory if no gradient is in it."""
         if not (self._gives_back and self.params and self._storage.nbytes()) or self.params[0].grad is not None:
             return
         is_empty = all(param.grad is None for param in self.params)
-        if is_empty and not self._is_used(range(len(self.params))):
+        if is_empty and not self.is_used():
             self._storage.resize_(0)
 
     def zero(self, positions: Sequence[int]) -> None:

@@ -1,10 +1,12 @@
-"""The tests that need a GPU, without pytest: `python -m tests.on_gpu.suite [PART OF A NAME ...]`.
+"""The tests that need a GPU, without pytest: `python -m tests.on_gpu.suite [--share N/M] [PART OF A NAME ...]`.
 
-Two NCCL ranks share the first GPU (each pretends to be a host of its own). Prints one line per test.
+Two NCCL ranks share the first GPU (each pretends to be a host of its own). Prints one line per test. `--share 1/3`,
+`2/3` and `3/3` are disjoint, and may run side by side.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -272,9 +274,11 @@ def more_sockets_and_no_variables(world_size: int) -> None:
         assert said.count("Using 2 threads and 4 sockets per thread") >= 2, said
 
 
-def trainer_runs(module: str) -> bool:
-    """Whether `module` exits well on two ranks; it prints its own lines."""
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29712", "NCCL_SOCKET_IFNAME": "lo"}
+def trainer_runs(module: str) -> None:
+    """Run `module`, which prints its own lines, on two ranks."""
+    close_pools()  # it may use all of the GPU's memory
+    port = str(29740 + TRAINER_RUNS.index(module))
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NCCL_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", module],
@@ -282,19 +286,22 @@ def trainer_runs(module: str) -> bool:
         )
         for rank in range(2)
     ]
-    return [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
 
 
 def main() -> int:
     """Run everything; the exit status says whether all passed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help="of names of tests (default: all tests)")
+    parser.add_argument("--share", default="1/1", help="which part of the tests runs (default: %(default)s)")
+    args = parser.parse_args()
+    number, num_shares = map(int, args.share.split("/"))
+    everything = [*tests(), *((f"Trainer {module}", partial(trainer_runs, module)) for module in TRAINER_RUNS)]
+    chosen = [(name, test) for name, test in everything if not args.parts or any(part in name for part in args.parts)]
+    chosen = chosen[number - 1 :: num_shares]
     use_gpu()
     failed = 0
-    num_tests = 0
-    wanted = sys.argv[1:]
-    for name, test in tests():
-        if wanted and not any(part in name for part in wanted):
-            continue
-        num_tests += 1
+    for name, test in chosen:
         start = time.monotonic()
         try:
             result = test()
@@ -308,12 +315,7 @@ def main() -> int:
                 flush=True,
             )
     close_pools()
-    for module in TRAINER_RUNS:
-        if wanted and not any(part in module for part in wanted):
-            continue
-        num_tests += 1
-        failed += not trainer_runs(module)
-    print(f"{num_tests - failed} passed, {failed} failed")
+    print(f"{len(chosen) - failed} passed, {failed} failed")
     return int(failed > 0)
 
 

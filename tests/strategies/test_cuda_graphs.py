@@ -82,13 +82,13 @@ class RunAgain:
         for own, key, value in self._attributes:
             own[key] = value
         for param, gradient in zip(self._step.params, self._step.before, strict=True):
-            param.grad = gradient
+            param.grad = None if gradient is None else gradient()
         with torch.enable_grad():
             step = self._body()
         for own, key, value in now:
             own[key] = value
         pairs = [*zip(self._step.values.tensors, step.values.tensors, strict=True)]
-        pairs += zip(self._step.gradients, step.gradients, strict=True)
+        pairs += zip(self._step.gradients.tensors(), step.gradients.tensors(), strict=True)
         with torch._C.DisableTorchFunctionSubclass():
             for before, now in pairs:
                 if before is not None:
@@ -391,6 +391,22 @@ class FreezesInWindows(Callback):
         pl_module.first.requires_grad_(trainer.current_epoch < 3 or batch_idx % 3 != 2)
 
 
+class KeepsGradients(Callback):
+    """Adds the gradients of the step before, which it has kept without a copy, in some steps."""
+
+    def __init__(self, keep: Callable[[Tensor], Tensor]) -> None:
+        self._keep = keep
+        self._kept: dict[str, Tensor] = {}
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        before, self._kept = self._kept, {}
+        for name, param in pl_module.named_parameters():
+            if trainer.global_step in (6, 7, 9):
+                self._kept[name] = self._keep(param.grad)
+            if name in before:
+                param.grad = param.grad + before[name]
+
+
 class Outputs(Callback):
     """Keeps what each batch gives."""
 
@@ -461,6 +477,14 @@ PROGRAMS = {
     "warning_of_nonfinite": Program(options={"on_nonfinite": "warn"}, callbacks=lambda: [Poison()]),
     "naming_nonfinite": Program(
         Rooted, options={"on_nonfinite": "warn", "bucket_cap_mb": 1}, callbacks=lambda: [Zeroes()]
+    ),
+    "skipping_nonfinite_of_unequal_batches": Program(
+        options={"on_nonfinite": "skip"}, callbacks=lambda: [Poison()], data=unequal_batches
+    ),
+    "keeping_gradients": Program(callbacks=lambda: [KeepsGradients(lambda gradient: gradient)], num_replayed=5),
+    "keeping_aliases_of_gradients": Program(callbacks=lambda: [KeepsGradients(Tensor.detach)], num_replayed=5),
+    "keeping_gradients_alone": Program(
+        callbacks=lambda: [KeepsGradients(Tensor.detach)], num_replayed=5, all_alone=True
     ),
     "raising_nonfinite": Program(options={"on_nonfinite": "raise"}, callbacks=lambda: [Poison()], num_replayed=3),
     "checkpointed": Program(Checkpointed),
