@@ -296,7 +296,10 @@ def main() -> int:
     parser.add_argument("--share", default="1/1", help="which part of the tests runs (default: %(default)s)")
     args = parser.parse_args()
     number, num_shares = map(int, args.share.split("/"))
-    everything = [*tests(), *((f"Trainer {module}", partial(trainer_runs, module)) for module in TRAINER_RUNS)]
+    everything: list[Test] = [
+        *tests(),
+        *((f"Trainer {module}", partial(trainer_runs, module)) for module in TRAINER_RUNS),
+    ]
     chosen = [(name, test) for name, test in everything if not args.parts or any(part in name for part in args.parts)]
     chosen = chosen[number - 1 :: num_shares]
     use_gpu()
