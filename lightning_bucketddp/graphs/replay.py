@@ -69,8 +69,16 @@ def new_graph(device: torch.device) -> Callable[[], CUDAGraph] | None:
     """Return a factory of graphs that share one pool; None: this device has none."""
     if device.type != "cuda":
         return None
-    pool = torch.cuda.graph_pool_handle()
-    return lambda: CUDAGraph(pool)
+    graphs: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()
+    pools: list[Any] = []
+
+    def make() -> CUDAGraph:
+        if not graphs:  # a pool ends with its last graph, also if somebody has a tensor in it
+            pools[:] = [torch.cuda.graph_pool_handle()]
+        graphs.add(graph := CUDAGraph(pools[0]))
+        return graph
+
+    return make
 
 
 def references_to(params: Sequence[Tensor]) -> list[weakref.ref[Tensor] | None]:
@@ -168,6 +176,8 @@ def replay_backward(reducer: Reducer, captured: CapturedBackward, run: Callable[
     reducer.finiteness.loss_digest = captured.loss_digest
     reducer.accumulated = () if captured.syncs else captured.trainable
     if not captured.syncs:
+        for bucket in captured.bucket_set.buckets if reducer.maker is not None and captured.bucket_set else ():
+            bucket.collect()  # in place: gradients of this rank alone are not divided
         return
     factor = reducer.factor_of_mean(captured.trainable) if factor is None else factor
     assert captured.bucket_set is not None

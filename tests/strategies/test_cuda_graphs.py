@@ -9,6 +9,7 @@ import copy
 import random
 import re
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from lightning_bucketddp.recording.schema import find_folder, read_run
 from lightning_bucketddp.recording.summary import Summary
 from lightning_bucketddp.reducer import nonfinite
 from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
+from lightning_bucketddp.sharding.gradient import ShardedGradient
 from lightning_bucketddp.strategies import fit_state
 from tests.support.jobs import models
 from tests.support.jobs.models import CASES, Case
@@ -58,7 +60,8 @@ def attributes_of(root: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
 class RunAgain:
     """Stands for a graph: runs what was captured again, and writes what comes out where it was the first time.
 
-    Attributes of `module` have the values then that they had when it was captured: a graph knows no others.
+    Attributes of `module` have the values then that they had when it was captured: a graph knows no others. What Python
+    knows of gradients stays what it is.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -83,8 +86,15 @@ class RunAgain:
             own[key] = value
         for param, gradient in zip(self._step.params, self._step.before, strict=True):
             param.grad = None if gradient is None else gradient()
+        # Buckets take other memory if we hold their views.
+        gradients = self._step.gradients.tensors()
+        sharded = [weakref.ref(one) for one in gradients if isinstance(one, ShardedGradient)]
+        states = [one().state for one in sharded]
+        del gradients
         with torch.enable_grad():
             step = self._body()
+        for one, state in zip(sharded, states, strict=True):
+            one().state = state
         for own, key, value in now:
             own[key] = value
         pairs = [*zip(self._step.values.tensors, step.values.tensors, strict=True)]
