@@ -61,10 +61,10 @@ class RunAgain:
     """Stands for a graph: runs what was captured again, and writes what comes out where it was the first time.
 
     Attributes of `module` have the values then that they had when it was captured: a graph knows no others. What Python
-    knows of gradients stays what it is.
+    knows of buckets and gradients stays what it is.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         self._module = module
         self._has_run = False
 
@@ -86,15 +86,8 @@ class RunAgain:
             own[key] = value
         for param, gradient in zip(self._step.params, self._step.before, strict=True):
             param.grad = None if gradient is None else gradient()
-        # Buckets take other memory if we hold their views.
-        gradients = self._step.gradients.tensors()
-        sharded = [weakref.ref(one) for one in gradients if isinstance(one, ShardedGradient)]
-        states = [one().state for one in sharded]
-        del gradients
-        with torch.enable_grad():
+        with self._python_kept(), torch.enable_grad():
             step = self._body()
-        for one, state in zip(sharded, states, strict=True):
-            one().state = state
         for own, key, value in now:
             own[key] = value
         pairs = [*zip(self._step.values.tensors, step.values.tensors, strict=True)]
@@ -103,6 +96,24 @@ class RunAgain:
             for before, now in pairs:
                 if before is not None:
                     before.data.copy_(now)
+
+    @contextmanager
+    def _python_kept(self) -> Iterator[None]:
+        reducer: Any = self._module.trainer.strategy.reducer
+        bucket_set = self._step.backward.bucket_set
+        buckets = [] if bucket_set is None else bucket_set.buckets
+        before = [(one, dict(vars(one))) for one in (reducer, reducer.finiteness, *buckets)]
+        # Buckets take other memory if we hold their views.
+        gradients = self._step.gradients.tensors()
+        sharded: list[Any] = [weakref.ref(one) for one in gradients if isinstance(one, ShardedGradient)]
+        states = [one().state for one in sharded]
+        del gradients
+        yield
+        for one, known in before:
+            vars(one).clear()
+            vars(one).update(known)
+        for one, state in zip(sharded, states, strict=True):
+            one().state = state
 
 
 @contextmanager
