@@ -86,7 +86,7 @@ class UseCounts:
 
 def _references_of_grad() -> int:
     """Return how many references of Python there are to a tensor because it is a `.grad`: that depends on torch."""
-    param, gradient = torch.zeros(1, requires_grad=True), torch.zeros(1)
+    param, gradient = torch.zeros(1, requires_grad=True, device="cpu"), torch.zeros(1, device="cpu")
     before = sys.getrefcount(gradient)
     param.grad = gradient
     return sys.getrefcount(gradient) - before
