@@ -21,7 +21,7 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState, training_state
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
-from lightning_bucketddp.trainer_internals import batch_progress, replace_result_class
+from lightning_bucketddp.trainer_internals import replace_result_class
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -305,7 +305,7 @@ class UnfinishedBatch(RunPart):
         return self.position.num_batches_trained() is not None
 
     def begin_batch(self, batch_idx: int) -> None:
-        self._num_batches = batch_progress(self.trainer).current.ready
+        self._num_batches = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         is_after_micro_batch = self._has_copies and not self._repeats_micro_batches
         if is_after_micro_batch or self._random_state is None:
             self._note_random_state()
@@ -347,7 +347,8 @@ class UnfinishedBatch(RunPart):
 
         The module itself stays as the program has left it. Return the random state after that step, if there is one.
         """
-        is_unfinished = self.is_interrupted and batch_progress(self.trainer).current.completed < self._num_batches
+        num_completed = self.trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        is_unfinished = self.is_interrupted and num_completed < self._num_batches
         if not (is_unfinished or self._repeats_micro_batches) or not self._has_copies_of_step:
             return None
         now = {place: getattr(*place, None) for place in self._kept}
