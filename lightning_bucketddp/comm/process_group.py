@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_bucketddp.processes import agent_holds_store, variables_by_default
+from lightning_bucketddp.processes import variables_by_default
 
 _ABORTED_WITHIN_S = 5.0
 _LEFT_BEHIND: list[Any] = []  # groups that were aborted
@@ -32,7 +32,6 @@ class StoreAccess:
     # Unique among all process groups of a store: torchrun's store outlives restarts, and agents on several hosts count
     # restarts differently.
     name: str
-    is_held_by_rank_zero: bool  # otherwise by torchrun's agent
 
     @property
     def is_there(self) -> bool:
@@ -57,7 +56,7 @@ def access_store() -> StoreAccess:
         connection = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
     group_name = dist.group.WORLD.group_name if dist.group.WORLD is not None else ""
     identity = store.compare_set(f"bucketddp/identity/{group_name}", "", uuid.uuid4().hex).decode()
-    return StoreAccess(connection, host, port, f"{group_name}/{identity}", is_held_by_rank_zero=not agent_holds_store())
+    return StoreAccess(connection, host, port, f"{group_name}/{identity}")
 
 
 def surviving_nccl() -> AbstractContextManager[None]:

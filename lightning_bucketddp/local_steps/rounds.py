@@ -182,11 +182,11 @@ class LocalRounds(RunPart):
             received = self.exchange.receive()
             if received.least.trainable != received.greatest.trainable:
                 updated = self._updated_anywhere(outer.names, updated)
-            if received.weight == 0:
+            if received.total.weight == 0:
                 self._are_equal = True
                 return
-            left_out = self._handle_nonfinite(nonfinite, outer) if received.full_weight else set()
-            num_counted = round(received.weight / self.islands.own.world_size) - len(left_out)
+            left_out = self._handle_nonfinite(nonfinite, outer) if received.total.full_weight else set()
+            num_counted = round(received.total.weight / self.islands.own.world_size) - len(left_out)
             counts = has_trained and self.islands.index not in left_out
             share = self.islands.number / num_counted if counts else 0.0
             num_bytes = 0

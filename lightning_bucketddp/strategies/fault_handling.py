@@ -29,7 +29,7 @@ from lightning_bucketddp.faults.failure import Kind, show_error
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.signals import InterruptSignals, SignalWakeup, StopSignals
 from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
-from lightning_bucketddp.processes import is_launched_by_torchrun
+from lightning_bucketddp.processes import agent_holds_store, is_launched_by_torchrun
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -88,7 +88,7 @@ class FaultHandler:
             rank=self._rank,
             world_size=world_size,
             connections=Connections(access.port),
-            store_rank=0 if access.is_held_by_rank_zero else None,
+            store_rank=None if agent_holds_store() else 0,
         )
 
     def _cut(self) -> None:
@@ -139,7 +139,7 @@ class FaultHandler:
 
     def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
         """Return the ranks that will not reach `phase`, where this rank is, because they wait elsewhere."""
-        return [] if self._is_over else self.watchdog.waiting_elsewhere(what, phase=phase)
+        return [] if self._is_over else self.watchdog.monitor.waiting_elsewhere(what, phase=phase)
 
     def handle_signals(self, trainer: Trainer, *, callback: type) -> None:
         """Have signals stop all ranks; `callback` is Lightning's base class of callbacks."""

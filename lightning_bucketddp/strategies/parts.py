@@ -267,7 +267,7 @@ class BatchWeighting(RunPart):
         if self._reference_weight is None:
             assert self.exchange is not None  # or nothing is weighed
             self.exchange.send(MessageKind.REFERENCE_WEIGHT, weight=self._weight)
-            mean = self.exchange.receive().weight / self.collectives.world_size
+            mean = self.exchange.receive().total.weight / self.collectives.world_size
             # A power of two changes no rounding.
             self._reference_weight = 2.0 ** round(math.log2(mean)) if mean > 0 else 1.0
         return self._weight / self._reference_weight

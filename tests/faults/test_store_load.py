@@ -128,7 +128,7 @@ def test_a_rank_that_does_not_listen_blames_whom_others_blame() -> None:
     watchdog = watchdog_of(channel, ticked)
     watchdog.start()
     ticked.acquire()
-    watchdog._monitor.wait.listens = False
+    watchdog.monitor.wait.listens = False
     blamed = Failure(rank=1, kind=Kind.STALLED, what="it no longer answers")
     threading.Timer(0.3, channel.report, [blamed]).start()
     assert watchdog.end_by(RuntimeError("gloo: timed out")) == blamed
