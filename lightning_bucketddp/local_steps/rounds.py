@@ -277,8 +277,9 @@ class LocalRounds(RunPart):
 
     def describe(self) -> str:
         stats, steps = self._stats, pluralize(self._stats.num_outer_steps, "outer step")
+        islands = f"{self.islands.number} islands of {pluralize(len(self.islands.members[0]), 'rank')}"
         seconds = sum(one.seconds for one in stats.outer_steps)
-        return f"{steps} between {self.islands.describe()}: {stats.outer_bytes / MIB:.1f} MiB and {seconds:.1f} s"
+        return f"{steps} between {islands}: {stats.outer_bytes / MIB:.1f} MiB and {seconds:.1f} s"
 
     def install(self, base: type) -> None:
         """Add a callback to the Trainer that ends rounds; `base` is its class of callbacks."""

@@ -170,12 +170,7 @@ class StrategyBase:
                 self.root.init_dist_connection(environment, backend, point.rank, point.world_size, **of_group)
 
     @contextmanager
-    def _nccl_settings(
-        self,
-        backend: str,
-        store: torch.distributed.Store,  # type: ignore[name-defined]
-        point: StoreAddress,
-    ) -> Iterator[None]:
+    def _nccl_settings(self, backend: str, store: Any, point: StoreAddress) -> Iterator[None]:
         """Set the variables that NCCL reads while the group is made inside; connect the group if it reads them then."""
         if "nccl" not in backend:
             yield

@@ -193,10 +193,9 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         """
         if self._collectives is None:
             raise RuntimeError("`exact_dataloader` divides data among the ranks, so call `fabric.launch()` before.")
-        if isinstance(loader.dataset, IterableDataset) or is_even(loader):
-            found = (
-                "a stream" if isinstance(loader.dataset, IterableDataset) else "what its sampler has divided already"
-            )
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        if is_stream or is_even(loader):
+            found = "a stream" if is_stream else "what its sampler has divided already"
             raise ValueError(f"`exact_dataloader` divides samples among the ranks, and cannot divide {found}.")
         rank, world_size = self._collectives.rank, self._collectives.world_size
         part = Part(rank, world_size, seed=common_seed(self._collectives), repeats=False)

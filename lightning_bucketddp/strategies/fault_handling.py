@@ -108,8 +108,10 @@ class FaultHandler:
         return directory is None or claim_file(directory, run_id)
 
     def _exit_status_of(self, rank: int) -> int | None:
-        launcher: Any = None if (strategy := self._strategy()) is None else strategy._launcher
-        return None if launcher is None else launcher.exit_status_of(self._launched_as[rank] - self._first_rank)
+        launcher = None if (strategy := self._strategy()) is None else strategy._launcher
+        # By local rank, from 1 on: this process has started them, and is local rank 0.
+        children, local_rank = getattr(launcher, "children", ()), self._launched_as[rank] - self._first_rank
+        return children[local_rank - 1].poll() if 0 < local_rank <= len(children) else None
 
     def begin(self) -> None:
         self._wakeup.install()

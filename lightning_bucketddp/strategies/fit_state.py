@@ -197,7 +197,6 @@ def prepare_run(strategy: TrainerStrategy, trainer: Trainer) -> None:
     assert collectives is not None
     if collectives.world_size > 1:
         state.evaluation = ExactEvaluation(trainer, collectives, options)
-
     if options.shard_iterable:
         state.sharding = IterableSharding(
             rank=strategy.global_rank, world_size=strategy.world_size, warn=rank_zero_warn
@@ -229,8 +228,8 @@ def _prepare_fit(strategy: TrainerStrategy, trainer: Trainer, collectives: Colle
     weighting, steps_with = state.weighting, collectives if state.islands is None else state.islands.own
     assert weighting is not None
     of_all_ranks = state.exchange if state.local_steps is None else state.local_steps.exchange
-    if strategy.signals is not None and of_all_ranks is not None:
-        strategy.signals.travel_with(of_all_ranks)
+    if strategy.signals is not None:
+        strategy.signals.exchange = of_all_ranks
     if options.cuda_graphs:
         make_graph = new_graph(strategy.root_device)
         state.graphs = CapturedSteps(trainer, steps_with, log=rank_zero_info, make_graph=make_graph)
@@ -248,7 +247,6 @@ def _prepare_fit(strategy: TrainerStrategy, trainer: Trainer, collectives: Colle
 def _begin_common_steps(strategy: TrainerStrategy, trainer: Trainer, collectives: Collectives) -> None:
     """Have all ranks wait for each other in each step."""
     state, weight = strategy._state, strategy.options.gradient_weight
-
     # A single rank waits for no other, but may weigh its micro-batches.
     if collectives.world_size > 1 or weight is not None:
         state.exchange = StepExchange(collectives, has_alert=lambda: strategy._writer.has_failed)

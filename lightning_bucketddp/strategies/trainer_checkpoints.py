@@ -18,7 +18,6 @@ from lightning_bucketddp.checkpoint.async_writer import (
     NAN,
     CheckpointStats,
     Severities,
-    drain,
     nonfinite_weights,
     raised_once,
     severities_of,
@@ -292,12 +291,13 @@ class TrainerCheckpoints:
 
         def wait() -> None:
             self._strategy._writer.drain()
-            drain(self._strategy.checkpoint_io)
+            with raised_once(self._strategy.checkpoint_io):
+                self._strategy.checkpoint_io.teardown()  # which Lightning calls after each fit, too
 
         write_on_rank_zero(wait, self._strategy._collectives)
 
     def end_training(self) -> None:
-        self._strategy._finite_checkpoints.forget_warning()
+        self._strategy._finite_checkpoints.has_warned = False
         self.wait()
         if self._strategy.is_global_zero:
             self.auto_resume.end(self._strategy.trainer)
