@@ -8,7 +8,6 @@ more. The first rank to write its decision to the store decides for all (docs/de
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import threading
@@ -18,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError, text_of
 from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
-from lightning_bucketddp.faults.progress import Progress, Shutdown
-from lightning_bucketddp.faults.side_channel import SaverElection, SideChannel
+from lightning_bucketddp.faults.progress import Shutdown
+from lightning_bucketddp.faults.side_channel import SaverElection
 
 log = logging.getLogger(__name__)
 
@@ -56,31 +55,20 @@ class WatchdogActions:
     claim_file: Callable[[str], bool]  # returns whether this process is the first to make a file for this run
 
 
+@dataclass(eq=False)
 class Watchdog:
-    """Watches a run from its set-up to its end; the time-outs are those of `HeartbeatMonitor` and `Shutdown`."""
+    """Watches a run from its set-up to its end."""
 
-    def __init__(
-        self,
-        channel: SideChannel,
-        progress: Progress,
-        actions: WatchdogActions,
-        *,
-        stall_warning_s: float,
-        timeout_s: float,
-        stall_timeout_s: float = math.inf,
-    ) -> None:
+    monitor: HeartbeatMonitor
+    actions: WatchdogActions
+
+    def __post_init__(self) -> None:
+        self.channel, self.progress = self.monitor.channel, self.monitor.progress
         self.stop_signal = 0
         self.failure: Failure | None = None  # the first of the run, on whichever rank
-        self.channel = channel
-        self._progress = progress
-        self._actions = actions
-        self.monitor = HeartbeatMonitor(
-            channel, progress, warn_after_s=stall_warning_s, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
-        )
-        self._saver = SaverElection(channel, claim_file=actions.claim_file)
-        self._shutdown = Shutdown(
-            progress, cut=actions.cut, interrupt=actions.interrupt, rank=channel.rank, timeout_s=timeout_s
-        )
+        self._saver = SaverElection(self.channel, self.actions.claim_file)
+        cut, interrupt = self.actions.cut, self.actions.interrupt
+        self._shutdown = Shutdown(self.progress, cut, interrupt, self.channel.rank, self.monitor.timeout_s)
         self._decision: str | None = None
         self._to_report: Failure | None = None
         self._all_know_of_stop = False
@@ -100,7 +88,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Start the watchdog; the calling thread is the one that trains."""
-        self._progress.follow_this_thread()
+        self.progress.follow_this_thread()
         self.channel.local_ranks.introduce(os.getpid())
         self._thread.start()
 
@@ -149,11 +137,11 @@ class Watchdog:
 
         Waits until it is settled whether the ranks abort, and returns the first failure.
         """
-        own = Failure.of(error, rank=self.channel.rank, where=self._progress.describe_origin(error))
+        own = Failure.of(error, rank=self.channel.rank, where=self.progress.describe_origin(error))
         if stopped_by:
             own = replace(own, kind=Kind.STOPPED, signal=stopped_by, stack="")
         self._shutdown.raised_at = time.monotonic()
-        is_consequence = isinstance(error, RankFailedError) or self._progress.was_waiting(error)
+        is_consequence = isinstance(error, RankFailedError) or self.progress.was_waiting(error)
         text = text_of(error).lower().replace("connection timed out", "")  # that is the kernel's, of a connection
         if is_consequence and ("timed out" in text or "timeout" in text):
             own = replace(own, kind=Kind.STALLED)
@@ -171,7 +159,7 @@ class Watchdog:
             self._learn(replace(own, kind=Kind.RAISED) if own.kind is Kind.LOST else own)
             self._abort()
         assert self.failure is not None
-        self._progress.end_with = None  # it is ending
+        self.progress.end_with = None  # it is ending
         return self.failure
 
     def _run(self) -> None:
@@ -205,7 +193,7 @@ class Watchdog:
             time.sleep(_FIRST_TICK_S)
 
     def _notice_signals(self) -> None:
-        for number in self._actions.signals_received():
+        for number in self.actions.signals_received():
             now, raised_at = time.monotonic(), self._shutdown.raised_at
             if raised_at is not None:
                 # Not by the signal that ends this rank, which is noticed here a moment later.
@@ -214,7 +202,7 @@ class Watchdog:
                 self._signalled_at = self._signalled_at or now
                 self._shall_not_wait |= number == signal.SIGINT and now - self._signalled_at > SAME_CTRL_C_WITHIN_S
                 self.receive_signal(number)
-        if self._actions.launcher_pid not in (None, os.getppid()) and not self.stop_signal:
+        if self.actions.launcher_pid not in (None, os.getppid()) and not self.stop_signal:
             log.warning("bucketddp: the process that has started rank %d is gone; all ranks stop.", self.channel.rank)
             self.request_stop(signal.SIGTERM)
 
@@ -258,7 +246,7 @@ class Watchdog:
             self._report(own)
         now = time.monotonic()
         if self.failure is None:
-            if (death := self.channel.local_ranks.find_death(self._actions.exit_status_of)) is not None:
+            if (death := self.channel.local_ranks.find_death(self.actions.exit_status_of)) is not None:
                 self._report(death)
             else:
                 self._stop_if_asked(now)
@@ -271,7 +259,7 @@ class Watchdog:
             self.failure.kind in (Kind.DIED, Kind.STALLED, Kind.LOST) or now - self._failed_at > _TOGETHER_WITHIN_S
         ):
             self._decision = self.channel.first("decision", _ABORT) or _ABORT
-        if self._callbacks_shall_not_wait and self._progress.is_waiting:
+        if self._callbacks_shall_not_wait and self.progress.is_waiting:
             self._decision = _ABORT  # callbacks wait for a rank that does not come
         if self._decision == _ABORT:
             self._abort()
@@ -283,9 +271,9 @@ class Watchdog:
         if not self.stop_signal:
             return
         self._stop_at = self._stop_at or now
-        is_time = now - self._stop_at > _STOP_WITHIN_S and self._progress.may_be_interrupted
+        is_time = now - self._stop_at > _STOP_WITHIN_S and self.progress.may_be_interrupted
         if (is_time or self._shall_not_wait) and not self.is_ending:
-            what, where = "no step ended in time", self._progress.describe()
+            what, where = "no step ended in time", self.progress.describe()
             rank, number = self.channel.rank, self.stop_signal
             stop = Failure(rank=rank, kind=Kind.STOPPED, what=what, where=where, signal=number)
             self._learn(self.channel.report(stop))

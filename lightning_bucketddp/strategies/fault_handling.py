@@ -26,6 +26,7 @@ from lightning_bucketddp.checkpoint.atomic_file import claim_file
 from lightning_bucketddp.comm.connections import Connections, cut_connections
 from lightning_bucketddp.comm.process_group import abort_device_groups, access_store, leave_process_group
 from lightning_bucketddp.faults.failure import Kind, show_error
+from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.signals import InterruptSignals, SignalWakeup, StopSignals
 from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
@@ -59,24 +60,24 @@ class FaultHandler:
         self._launched_as = range(strategy.world_size) if strategy.members is None else strategy.members
         self._first_rank = self._launched_as[rank] - strategy.local_rank
         timeouts = strategy.options.timeouts
-        self.watchdog = Watchdog(
+        monitor = HeartbeatMonitor(
             self._new_channel(strategy.world_size),
             self._progress,
-            WatchdogActions(
-                cut=self._cut,
-                interrupt=self._interrupt,
-                signals_received=lambda: [number for handler in self._handlers for number in handler.received()],
-                exit_status_of=self._exit_status_of,
-                # If the parent process has started the ranks without being one of them, it outlives them.
-                launcher_pid=os.getppid()
-                if strategy.options.start_method != "popen" or is_launched_by_torchrun()
-                else None,
-                claim_file=self._claim_file,
-            ),
-            stall_warning_s=timeouts.stall_warning_s,
+            warn_after_s=timeouts.stall_warning_s,
             timeout_s=(strategy.options.timeout or default_pg_timeout).total_seconds(),
             stall_timeout_s=timeouts.stall_s or math.inf,
         )
+        # Then the parent process has started the ranks without being one of them, and outlives them.
+        has_launcher = strategy.options.start_method != "popen" or is_launched_by_torchrun()
+        actions = WatchdogActions(
+            cut=self._cut,
+            interrupt=self._interrupt,
+            signals_received=lambda: [number for handler in self._handlers for number in handler.received()],
+            exit_status_of=self._exit_status_of,
+            launcher_pid=os.getppid() if has_launcher else None,
+            claim_file=self._claim_file,
+        )
+        self.watchdog = Watchdog(monitor, actions)
 
     def _new_channel(self, world_size: int) -> SideChannel:
         access = self._access

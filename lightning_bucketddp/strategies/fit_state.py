@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from lightning_bucketddp.strategies.parts import (
     ScheduledComparison,
     UnfinishedBatch,
 )
-from lightning_bucketddp.trainer_internals import Undo, layer_sync_of, replace_method
+from lightning_bucketddp.trainer_internals import layer_sync_of, replace_method
 from lightning_bucketddp.wording import pluralize
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class LoaderPreparation:
     def __init__(self) -> None:
         self._is_training = False  # while Lightning sets up training data
         self._is_first = True
-        self._undo: Undo | None = None
+        self._undo = ExitStack()
 
     def watch(self, trainer: Trainer) -> None:
         """Know from now on which dataloaders are for training."""
@@ -150,12 +151,10 @@ class LoaderPreparation:
             finally:
                 self._is_training = False
 
-        self._undo = replace_method(trainer.fit_loop, "setup_data", set_up_training_data)
+        self._undo.callback(replace_method(trainer.fit_loop, "setup_data", set_up_training_data))
 
     def close(self) -> None:
-        if self._undo is not None:
-            self._undo()
-        self._undo = None
+        self._undo.close()
 
     def prepare(self, loader: object, parts: list[RunPart]) -> object:
         """Return `loader`, prepared by all `parts`, from its original if it was prepared before."""

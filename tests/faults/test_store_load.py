@@ -105,7 +105,8 @@ def watchdog_of(channel: SideChannel, ticked: threading.Semaphore) -> Watchdog:
         launcher_pid=None,
         claim_file=lambda _: False,
     )
-    return Watchdog(channel, Progress(waiting_in=(__file__,)), actions, stall_warning_s=600, timeout_s=1800)
+    progress = Progress(waiting_in=(__file__,))
+    return Watchdog(HeartbeatMonitor(channel, progress, warn_after_s=600, timeout_s=1800), actions)
 
 
 def test_a_rank_among_very_many_looks_at_its_host_without_asking_the_store() -> None:
