@@ -140,10 +140,6 @@ class FaultHandler:
             nowhere = open(os.devnull, "w")  # noqa: SIM115  (stays open to the end)
             faulthandler.dump_traceback_later(_LIBRARIES_END_WITHIN_S, exit=True, file=nowhere)
 
-    def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
-        """Return the ranks that will not reach `phase`, where this rank is, because they wait elsewhere."""
-        return [] if self._is_over else self.watchdog.monitor.waiting_elsewhere(what, phase=phase)
-
     def handle_signals(self, trainer: Trainer, *, callback: type) -> None:
         """Have signals stop all ranks; `callback` is Lightning's base class of callbacks."""
         self.signals = StopSignals(trainer, self.watchdog, self._progress, self._wakeup)
@@ -204,21 +200,19 @@ class FaultHandler:
         return None if is_own else failure.error_for(self._rank)
 
 
-def partial_step(path: object, *, newest: object = None) -> str:
-    """Return why there is no checkpoint at `path` (Note: partial step); `newest` is the last one, if it is known."""
-    return (
-        f"checkpoint `{path}` is not saved, because a rank was lost while gradients or weights were being"
-        f" exchanged, and the weights on this rank may be wrong. Resume from {_before(newest)}."
-    )
-
-
-def lost_shards(path: object, *, newest: object = None) -> str:
-    """Return why there is no checkpoint at `path`: the shards of a rank that is gone are missing."""
-    return (
-        f"`{path}` is not saved: the other ranks cannot be reached any more, and each of them has a part of the"
-        f" optimizers' state (`shard_optimizer`). Resume from {_before(newest)}."
-    )
-
-
-def _before(newest: object) -> str:
-    return "the checkpoint before" if newest is None else f"`{newest}`, the last that was saved"
+def explain_unsaved(
+    strategy: StrategyBase, path: object, *, with_optimizers: bool, newest: object = None
+) -> str | None:
+    """Return why there is no checkpoint at `path`; None: it can be saved. `newest` is the last one, if it is known."""
+    before = "the checkpoint before" if newest is None else f"`{newest}`, the last that was saved"
+    if strategy.has_partial_weights:  # (Note: partial step)
+        return (
+            f"checkpoint `{path}` is not saved, because a rank was lost while gradients or weights were being"
+            f" exchanged, and the weights on this rank may be wrong. Resume from {before}."
+        )
+    if strategy.has_lost_shards and with_optimizers:
+        return (
+            f"`{path}` is not saved: the other ranks cannot be reached any more, and each of them has a part of the"
+            f" optimizers' state (`shard_optimizer`). Resume from {before}."
+        )
+    return None

@@ -349,7 +349,9 @@ class UnfinishedBatch(RunPart):
         """
         num_completed = self.trainer.fit_loop.epoch_loop.batch_progress.current.completed
         is_unfinished = self.is_interrupted and num_completed < self._num_batches
-        if not (is_unfinished or self._repeats_micro_batches) or not self._has_copies_of_step:
+        # With manual optimization a user may step optimizers without the strategy.
+        has_seen_step = self._has_seen_step or self.trainer.lightning_module.automatic_optimization
+        if not (is_unfinished or self._repeats_micro_batches) or not (self._has_copies and has_seen_step):
             return None
         now = {place: getattr(*place, None) for place in self._kept}
         copy_of = {buffer.data_ptr(): self._kept[place][1] for place, buffer in now.items() if buffer is not None}
@@ -361,9 +363,3 @@ class UnfinishedBatch(RunPart):
                 if copy is not None and copy.shape == tensor.shape:
                     state[name] = copy
         return self._random_state
-
-    @property
-    def _has_copies_of_step(self) -> bool:
-        # With manual optimization a user may step optimizers without the strategy.
-        is_automatic = self.trainer.lightning_module.automatic_optimization
-        return self._has_copies and (self._has_seen_step or is_automatic)
