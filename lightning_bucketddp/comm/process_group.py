@@ -9,15 +9,18 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_bucketddp.processes import variables_by_default
-
+# Keeps a process alive after a failure in a group that is made with these: torch would end it a minute later.
+SURVIVING_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+# Makes `nccl` mean ProcessGroupNCCL in torch 2.15 and later, too. There the name stands for another backend, with which
+# the strategy is untested (docs/compatibility.md). torch reads the variable once in a process, when it first uses NCCL.
+TRIED_NCCL = {"TORCH_DIST_USE_NCCL2": "0"}
 _ABORTED_WITHIN_S = 5.0
 _LEFT_BEHIND: list[Any] = []  # groups that were aborted
 
@@ -57,20 +60,6 @@ def access_store() -> StoreAccess:
     group_name = dist.group.WORLD.group_name if dist.group.WORLD is not None else ""
     identity = store.compare_set(f"bucketddp/identity/{group_name}", "", uuid.uuid4().hex).decode()
     return StoreAccess(connection, host, port, f"{group_name}/{identity}")
-
-
-def surviving_nccl() -> AbstractContextManager[None]:
-    """Keep a process alive after a failure in a group that is made in the block: torch would end it a minute later."""
-    return variables_by_default({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"})
-
-
-def tried_nccl() -> AbstractContextManager[None]:
-    """Make `nccl` mean ProcessGroupNCCL in torch 2.15 and later, too, if it is first used in the block.
-
-    There the name stands for another backend, with which the strategy is untested (docs/compatibility.md). torch reads
-    the variable once in a process; one that the user has set stays.
-    """
-    return variables_by_default({"TORCH_DIST_USE_NCCL2": "0"})
 
 
 def _device_groups() -> list[Any]:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.faults.failure import Failure, Kind, describe_exit
@@ -38,8 +38,6 @@ _CHECK_EVERY_S = 0.2
 _PER_RANK_S = 0.0005
 # The store answers at once, unless its process is stopped.
 _ANSWERS_WITHIN_S = 10.0
-
-_Value = TypeVar("_Value")
 
 
 @dataclass(eq=False)
@@ -79,10 +77,9 @@ class SideChannel:
     def set(self, key: str, value: Any) -> None:
         self._ask(lambda: self.store.set(self._key(key), json.dumps(value)))
 
-    def first(self, key: str, value: _Value) -> _Value | None:
+    def first(self, key: str, value: Any) -> Any:
         """Write `value` unless there is one; return the one that is there."""
-        there: _Value | None = _parse(self._ask(lambda: self.store.compare_set(self._key(key), "", json.dumps(value))))
-        return there
+        return _parse(self._ask(lambda: self.store.compare_set(self._key(key), "", json.dumps(value))))
 
     def get(self, key: str) -> Any:
         """Return the value that is there; None if there is none."""

@@ -68,7 +68,7 @@ class Watchdog:
         self.failure: Failure | None = None  # the first of the run, on whichever rank
         self._saver = SaverElection(self.channel, self.actions.claim_file)
         cut, interrupt = self.actions.cut, self.actions.interrupt
-        self._shutdown = Shutdown(self.progress, cut, interrupt, self.channel.rank, self.monitor.timeout_s)
+        self.shutdown = Shutdown(self.progress, cut, interrupt, self.channel.rank, self.monitor.timeout_s)
         self._decision: str | None = None
         self._to_report: Failure | None = None
         self._all_know_of_stop = False
@@ -115,11 +115,7 @@ class Watchdog:
     @property
     def is_ending(self) -> bool:
         """Return whether this rank has raised, and only callbacks run still."""
-        return self._shutdown.raised_at is not None
-
-    @property
-    def have_aborted(self) -> bool:
-        return self._shutdown.has_aborted
+        return self.shutdown.raised_at is not None
 
     @property
     def failed_rank(self) -> int | None:
@@ -140,7 +136,7 @@ class Watchdog:
         own = Failure.of(error, rank=self.channel.rank, where=self.progress.describe_origin(error))
         if stopped_by:
             own = replace(own, kind=Kind.STOPPED, signal=stopped_by, stack="")
-        self._shutdown.raised_at = time.monotonic()
+        self.shutdown.raised_at = time.monotonic()
         is_consequence = isinstance(error, RankFailedError) or self.progress.was_waiting(error)
         text = text_of(error).lower().replace("connection timed out", "")  # that is the kernel's, of a connection
         if is_consequence and ("timed out" in text or "timeout" in text):
@@ -194,7 +190,7 @@ class Watchdog:
 
     def _notice_signals(self) -> None:
         for number in self.actions.signals_received():
-            now, raised_at = time.monotonic(), self._shutdown.raised_at
+            now, raised_at = time.monotonic(), self.shutdown.raised_at
             if raised_at is not None:
                 # Not by the signal that ends this rank, which is noticed here a moment later.
                 self._callbacks_shall_not_wait |= now - raised_at > SAME_CTRL_C_WITHIN_S
@@ -265,7 +261,7 @@ class Watchdog:
             self._abort()
         if self._decision is not None:
             self._settled.set()
-        self._shutdown.press(self.failure)
+        self.shutdown.press(self.failure)
 
     def _stop_if_asked(self, now: float) -> None:
         if not self.stop_signal:
@@ -282,7 +278,7 @@ class Watchdog:
     def _abort(self) -> None:
         assert self.failure is not None
         self.channel.local_ranks.kill_frozen()  # they cannot end by themselves, and what waits for them may not either
-        self._shutdown.abort(self.failure)
+        self.shutdown.abort(self.failure)
         # No rank cuts these at their other end, or it is not noticed here.
         connections = self.channel.connections
         of_store = {connections.store_host} if self.channel.is_silent else set()

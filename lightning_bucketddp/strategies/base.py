@@ -18,13 +18,13 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter, FiniteCheckpoints
-from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
+from lightning_bucketddp.comm.collectives import FILES_OF_COLLECTIVES, Collectives, all_gather
 from lightning_bucketddp.comm.connections import SETTINGS, gloo_interface, more_sockets
-from lightning_bucketddp.comm.process_group import surviving_nccl, tried_nccl
+from lightning_bucketddp.comm.process_group import SURVIVING_NCCL, TRIED_NCCL
 from lightning_bucketddp.config import NAME_OF_DTYPE, ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.signals import StopSignals
-from lightning_bucketddp.processes import rank_zero_info
+from lightning_bucketddp.processes import rank_zero_info, variables_by_default
 from lightning_bucketddp.reducer import quantization, reduction
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.sharding import bucket as sharded_bucket
@@ -34,7 +34,7 @@ from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.startup.store import ChildProcesses, StoreAddress, is_on_this_host
 from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.fault_handling import FaultHandler
-from lightning_bucketddp.strategies.launchers import HoldsPort, make_launcher
+from lightning_bucketddp.strategies.launchers import HoldsPort
 from lightning_bucketddp.strategies.options import (
     StartMethod,
     StrategyOptions,
@@ -46,7 +46,7 @@ from lightning_bucketddp.wording import list_names, pluralize
 _EXCHANGED_WITHIN_S = 0.5
 # A thread that is in one of these files waits for other ranks. None of them calls functions of the user.
 _FILES_OF_WAITS = (
-    *files_of_collectives(),
+    *FILES_OF_COLLECTIVES,
     *(str(module.__file__) for module in (reduction, quantization, sharded_bucket, torch.futures)),
 )
 # At its time-out NCCL ends the process without a message. Our time-out comes before it, names the rank that is behind,
@@ -79,6 +79,8 @@ class StrategyBase:
     members: ClassVar[list[int] | None] = None
     if TYPE_CHECKING:
         local_rank: int
+        num_nodes: int
+        num_processes: int
         root_device: torch.device
         cluster_environment: Any
         launcher: Any
@@ -175,13 +177,14 @@ class StrategyBase:
         if "nccl" not in backend:
             yield
             return
-        tried = nullcontext() if self.options.process_group_backend else tried_nccl()
-        surviving = nullcontext() if self.restarts is None else surviving_nccl()
-        with tried, surviving, more_sockets(store, rank=point.rank, world_size=point.world_size) as num_hosts:
+        chosen = {} if self.options.process_group_backend else TRIED_NCCL
+        settings = chosen if self.restarts is None else chosen | SURVIVING_NCCL
+        more = more_sockets(store, rank=point.rank, world_size=point.world_size)
+        with variables_by_default(settings), more as num_hosts:
             if num_hosts > 0:
-                settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
+                sockets = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
                 rank_zero_info(
-                    f"bucketddp: {settings}, because NCCL sends through sockets between {num_hosts} hosts. Set one of"
+                    f"bucketddp: {sockets}, because NCCL sends through sockets between {num_hosts} hosts. Set one of"
                     " them yourself, and both are left as you want them."
                 )
             yield
@@ -297,7 +300,12 @@ class StrategyBase:
         return nullcontext()
 
     def _configure_launcher(self) -> None:
-        self._launcher = make_launcher(self)
+        if self._start_method == "popen":
+            environment = self.cluster_environment
+            self._launcher = self.root.script_launcher(environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = self.root.process_launcher(self, start_method=self._start_method)
+        self._launcher.guarding_strategy = self
 
     def _begin_watching(self) -> FaultHandler:
         self._fault_handler = FaultHandler(self)

@@ -127,7 +127,7 @@ class FaultHandler:
         self._undo.close()
         self._is_over = True
         self.watchdog.stop()
-        if not self.watchdog.have_aborted:
+        if not self.watchdog.shutdown.has_aborted:
             self.forget_at_exit()
 
     def forget_at_exit(self) -> None:
@@ -136,7 +136,8 @@ class FaultHandler:
 
     def _end_with_python(self) -> None:
         self.watchdog.stop()
-        if self.watchdog.have_aborted and not torch.distributed.is_initialized():  # otherwise another run has followed
+        # If there is a process group, another run has followed.
+        if self.watchdog.shutdown.has_aborted and not torch.distributed.is_initialized():
             nowhere = open(os.devnull, "w")  # noqa: SIM115  (stays open to the end)
             faulthandler.dump_traceback_later(_LIBRARIES_END_WITHIN_S, exit=True, file=nowhere)
 
@@ -182,7 +183,7 @@ class FaultHandler:
         if isinstance(error, KeyboardInterrupt) or is_sigterm:
             stopped_by = self.watchdog.stop_signal or signal.SIGINT
         failure = self.watchdog.end_by(error, stopped_by=stopped_by)
-        if self.watchdog.have_aborted:
+        if self.watchdog.shutdown.has_aborted:
             # From now on, metrics and the user's code find a run without other ranks.
             leave_process_group()
             self.is_saver = self.watchdog.is_saver
@@ -196,7 +197,7 @@ class FaultHandler:
             failure.kind is Kind.STALLED and self._progress.was_waiting(error) and not failure.is_of(error)
         )
         # Where all ranks have raised, each keeps its own error.
-        is_own = (failure.rank == self._rank and not is_given_up) or not self.watchdog.have_aborted
+        is_own = (failure.rank == self._rank and not is_given_up) or not self.watchdog.shutdown.has_aborted
         return None if is_own else failure.error_for(self._rank)
 
 

@@ -349,14 +349,3 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
             time.sleep(0.05)
         for child in self.children:
             child.send_signal(signum)  # does nothing to one that has ended
-
-
-def make_launcher(strategy: Any) -> Any:
-    """Return a launcher for `strategy`, of its root of Lightning."""
-    if strategy._start_method == "popen":
-        environment = strategy.cluster_environment
-        launcher = strategy.root.script_launcher(environment, strategy.num_processes, strategy.num_nodes)
-    else:
-        launcher = strategy.root.process_launcher(strategy, start_method=strategy._start_method)
-    launcher.guarding_strategy = strategy
-    return launcher
