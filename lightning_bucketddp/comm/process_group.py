@@ -136,8 +136,8 @@ class ForeignCollectives:
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.2
-# Thousands of ranks ask less often, so that together they ask no more than the store can answer.
-_PER_RANK_S = 0.0005
+# Thousands of ranks ask the store less often, so that together they ask no more than it can answer.
+ASKS_EVERY_S_PER_RANK = 0.0005
 
 
 class RollCall:
@@ -178,7 +178,7 @@ class RollCall:
                 return absent
             if time.monotonic() > deadline:
                 raise RuntimeError(f"Rank {self._rank} timed out: it has waited {self._timeout_s:g} s for all ranks.")
-            time.sleep(max(pause_s, _PER_RANK_S * self._world_size))
+            time.sleep(max(pause_s, ASKS_EVERY_S_PER_RANK * self._world_size))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             num_answers = self._add(key, 0)
         return []

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.comm.connections import Connections
+from lightning_bucketddp.comm.process_group import ASKS_EVERY_S_PER_RANK
 from lightning_bucketddp.faults.failure import Failure, Kind, describe_exit
 from lightning_bucketddp.processes import Worker, pid_scope, process_state
 
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CHECK_EVERY_S = 0.2
-# Thousands of ranks ask less often, so that together they ask no more than the store can answer.
-_PER_RANK_S = 0.0005
 # The store answers at once, unless its process is stopped.
 _ANSWERS_WITHIN_S = 10.0
 
@@ -67,7 +66,7 @@ class SideChannel:
 
     def interval(self, at_least: float) -> float:
         """Return the seconds between two questions of a rank that asks again and again."""
-        return max(at_least, _PER_RANK_S * self.world_size)
+        return max(at_least, ASKS_EVERY_S_PER_RANK * self.world_size)
 
     def close(self) -> None:
         """End the thread that asks the store, as soon as the store has answered it."""

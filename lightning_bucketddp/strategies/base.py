@@ -157,7 +157,9 @@ class StrategyBase:
             return launched.find_failure(of_children=not is_restart or not self.options.max_restarts.min_ranks)
 
         with launched.ended_on_failure():
-            earlier = self.store if is_restart or _port_of(self.store) == point.port else None
+            # Where this process has met others; None: it has not.
+            port = None if self.store is None else getattr(self.store.underlying_store, "port", None)
+            earlier = self.store if is_restart or port == point.port else None
             store = rendezvous.meet(listener=listener, find_failure=find_failure, earlier=earlier)
             StrategyBase.store = store
             if self.restarts is not None:
@@ -362,11 +364,6 @@ class StrategyBase:
             instead = self._fault_handler.end_by(error, sigterm_exception=self.root.sigterm_exception)
             if instead is not None:
                 raise instead from None  # the error itself is only a connection that broke
-
-
-def _port_of(store: Any) -> int | None:
-    """Return the port of the store where this process has met others; None: it has not."""
-    return None if store is None else getattr(store.underlying_store, "port", None)
 
 
 def _describe_start(strategy: StrategyBase, *, backend: str, reducer: Reducer | None) -> str:

@@ -282,10 +282,6 @@ class TrainerCheckpoints:
 
         strategy._writer.remove(remove_there, path=place)
 
-    def raise_failure(self) -> None:
-        """Raise an error of the background writer on every rank. All ranks must call this."""
-        write_on_rank_zero(self._strategy._writer.raise_failure, self._strategy._collectives)
-
     def wait(self) -> None:
         """Wait until all checkpoints are written; a failure is raised on every rank. All ranks must call this."""
 

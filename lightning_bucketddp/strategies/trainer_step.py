@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bucketddp.checkpoint.checkpoint_io import write_on_rank_zero
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
 from lightning_bucketddp.processes import rank_zero_warn
 from lightning_bucketddp.reducer.nonfinite import StepWithheld, drop_gradients, withhold_nonfinite
@@ -82,7 +83,7 @@ def begin_batch(strategy: TrainerStrategy, batch_idx: int) -> None:
         if exchange is not None and exchange.is_alerted:
             exchange.is_alerted, has_alert = False, True
     if has_alert:
-        strategy._checkpoints.raise_failure()
+        write_on_rank_zero(strategy._writer.raise_failure, strategy._collectives)
     if strategy.restarts is not None:
         strategy.restarts.admit_returned()
     module, replicas = strategy.trainer.lightning_module, strategy._state.replicas
