@@ -274,14 +274,12 @@ def has_ckpt_path(trainer: Trainer) -> bool:
 
 def load_at_start(trainer: Trainer, path: str | None) -> None:
     """Have the Trainer load the checkpoint at `path` once, in place of the one that it was given."""
-    connector = known(trainer, "_checkpoint_connector")
-    resume_start = known(connector, "resume_start")
 
-    def resume_from_path(_: Any = None, *args: Any, **kwargs: Any) -> None:
+    def resume_from_path(resume_start: Callable[..., None], _: Any = None, *args: Any, **kwargs: Any) -> None:
         undo()
         resume_start(path, *args, **kwargs)
 
-    undo = replace_method(connector, "resume_start", resume_from_path)
+    undo = _wrap_method(known(trainer, "_checkpoint_connector"), "resume_start", resume_from_path)
 
 
 def load_as_given(trainer: Trainer) -> None:

@@ -66,7 +66,7 @@ class Watchdog:
         self.channel, self.progress = self.monitor.channel, self.monitor.progress
         self.stop_signal = 0
         self.failure: Failure | None = None  # the first of the run, on whichever rank
-        self._saver = SaverElection(self.channel, self.actions.claim_file)
+        self.saver = SaverElection(self.channel, self.actions.claim_file)
         cut, interrupt = self.actions.cut, self.actions.interrupt
         self.shutdown = Shutdown(self.progress, cut, interrupt, self.channel.rank, self.monitor.timeout_s)
         self._decision: str | None = None
@@ -121,12 +121,6 @@ class Watchdog:
     def failed_rank(self) -> int | None:
         """Return which rank has failed first; None: none has, or a signal has stopped all."""
         return None if self.failure is None or self.failure.kind is Kind.STOPPED else self.failure.rank
-
-    @property
-    def is_saver(self) -> bool:
-        """Return whether this rank, which has aborted, saves for all. May wait for lower ranks."""
-        assert self.failure is not None
-        return self._saver.is_won(self.failure)
 
     def end_by(self, error: BaseException, *, stopped_by: int = 0) -> Failure:
         """End this rank by `error`, which it has raised by itself or because signal `stopped_by` stopped it.
@@ -210,8 +204,8 @@ class Watchdog:
             self._learn(failure_of_another)
         if self.failure is not None:
             self._decision = self._decision or channel.get("decision")
-            self._saver.check()
-            if not self._has_acknowledged and (self._decision == _TOGETHER or self._saver.is_own is not None):
+            self.saver.check()
+            if not self._has_acknowledged and (self._decision == _TOGETHER or self.saver.is_own is not None):
                 channel.set(f"knows/{channel.rank}", 1)
                 self._has_acknowledged = True
         if not self._all_know_of_stop:

@@ -113,6 +113,7 @@ class StrategyBase:
         self._writer = CheckpointWriter()
         self._finite_checkpoints = FiniteCheckpoints()
         self._start_line = ""
+        self._io = arguments["checkpoint_io"]
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
         self._process_group_backend = options.process_group_backend

@@ -101,7 +101,6 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         arguments = dict(locals())
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
         self._take_options(arguments)
-        self._io = checkpoint_io
         self.reducers: dict[nn.Module, Reducer] = {}
         self._shared_buffers: dict[nn.Module, SharedBuffers] = {}
         self._checks: ReplicaComparison | None = None

@@ -186,7 +186,7 @@ class FaultHandler:
         if self.watchdog.shutdown.has_aborted:
             # From now on, metrics and the user's code find a run without other ranks.
             leave_process_group()
-            self.is_saver = self.watchdog.is_saver
+            self.is_saver = self.watchdog.saver.is_won(failure)
         if failure.kind is Kind.STOPPED:
             if failure.signal == signal.SIGINT:
                 return None if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()

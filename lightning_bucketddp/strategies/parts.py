@@ -90,7 +90,7 @@ class ScheduledComparison(RunPart):
     stats: ReducerStats
 
     def begin_training(self) -> None:
-        if self.checks.are_periodic:
+        if self.checks.config.every_n_steps:
             self.compare(when="before the first step")
 
     def begin_batch(self, batch_idx: int) -> None:
@@ -112,7 +112,7 @@ class ScheduledComparison(RunPart):
         return state
 
     def end_training(self) -> None:
-        if self.checks.are_periodic:
+        if self.checks.config.every_n_steps:
             self.compare(when="at the end of training")
 
 

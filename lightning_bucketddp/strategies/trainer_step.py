@@ -53,12 +53,6 @@ class StepRecording:
         if self.recorder is not None and self.recorder.phase == "data":
             self.recorder.turn_to(None)
 
-    def forward(self, reducer: Reducer | None) -> AbstractContextManager[Any]:
-        """Record what happens inside as forward, and have `reducer` notify the recorder in the next backward."""
-        if self.recorder is not None and reducer is not None:
-            reducer.observer = self.recorder
-        return self.during(FORWARD)
-
     def during(self, phase: str) -> AbstractContextManager[Any]:
         """Record what happens inside as `phase`."""
         return NOTHING if self.recorder is None else self.recorder.during(phase)
@@ -98,10 +92,13 @@ def begin_batch(strategy: TrainerStrategy, batch_idx: int) -> None:
 
 def run_forward(strategy: TrainerStrategy, step: Callable[[], Any]) -> Any:
     """Call `step`, the user's `training_step`, and return its output, or what stands for None."""
-    with strategy.recording.forward(strategy.reducer):
+    recorder, reducer = strategy.recording.recorder, strategy.reducer
+    if recorder is not None and reducer is not None:
+        reducer.observer = recorder
+    with strategy.recording.during(FORWARD):
         strategy.before_forward()
-        if strategy.reducer is not None:
-            strategy.reducer.give_back_memory()
+        if reducer is not None:
+            reducer.give_back_memory()
         with graphs_split(strategy.config, world_size=strategy.world_size):
             output = step()
     module, weighting = strategy.lightning_module, strategy._state.weighting
