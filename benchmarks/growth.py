@@ -37,6 +37,7 @@ from benchmarks.report import Table
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
@@ -229,7 +230,8 @@ def time_phases(rank: int, world_size: int, port: int, watch_s: float) -> dict[s
         launcher_pid=None,
         claim_file=lambda _: False,
     )
-    watchdog = Watchdog(channel, Progress(waiting_in=()), actions, stall_warning_s=600, timeout_s=1800)
+    monitor = HeartbeatMonitor(channel, Progress(waiting_in=()), warn_after_s=600, timeout_s=1800)
+    watchdog = Watchdog(monitor, actions)
     with phases.during(f"watchdog, first {watch_s:g} s"):
         watchdog.start()
         time.sleep(watch_s)

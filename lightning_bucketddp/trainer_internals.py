@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -60,6 +60,17 @@ def _wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Undo:
     return replace_method(owner, name, partial(wrapper, known(owner, name)))
 
 
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Have an attribute of this object be `value` inside."""
+    own = vars(owner)
+    before, own[name] = known(owner, name), value
+    try:
+        yield
+    finally:
+        own[name] = before
+
+
 # Data.
 
 
@@ -95,16 +106,6 @@ def sampler_within(sampler: Any) -> Any:
 
 
 # Counts of a fit.
-
-
-def batch_progress(trainer: Trainer) -> Any:
-    """Return the counts of batches, of this epoch and in total."""
-    return trainer.fit_loop.epoch_loop.batch_progress
-
-
-def epoch_progress(trainer: Trainer) -> Any:
-    """Return the counts of epochs."""
-    return trainer.fit_loop.epoch_progress
 
 
 class SavedProgress(NamedTuple):
@@ -170,14 +171,12 @@ def continue_logger(logger: Any, version: int | str) -> bool:
 
 def call_before_fetch(trainer: Trainer, function: Callable[[], None]) -> Undo:
     """Have `function` called before a fit waits for a batch, after validation, checkpoints and callbacks."""
-    loop = trainer.fit_loop.epoch_loop
-    before_fetch = known(loop, "_on_before_fetch")
 
-    def call_both() -> None:
+    def call_both(before_fetch: Callable[[], None]) -> None:
         function()
         before_fetch()
 
-    return replace_method(loop, "_on_before_fetch", call_both)
+    return _wrap_method(trainer.fit_loop.epoch_loop, "_on_before_fetch", call_both)
 
 
 def replace_result_class(trainer: Trainer, derive: Callable[[Any], Any]) -> None:
@@ -201,9 +200,8 @@ class ClosureParts(NamedTuple):
 def replace_closures(trainer: Trainer, run: Callable[[ClosureParts], Any]) -> Undo:
     """Have closures of automatic optimization call `run`, which returns their result."""
     optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-    make = known(optimization, "_make_closure")
 
-    def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+    def make_closure(make: Callable[..., Any], kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         closure = make(kwargs, optimizer, batch_idx)
         parts = ClosureParts(
             closure.closure,
@@ -218,28 +216,17 @@ def replace_closures(trainer: Trainer, run: Callable[[ClosureParts], Any]) -> Un
         closure.closure = lambda *_args, **_kwargs: run(parts)
         return closure
 
-    return replace_method(optimization, "_make_closure", make_closure)
+    return _wrap_method(optimization, "_make_closure", make_closure)
 
 
-@contextmanager
-def logging_in(module: Any, hook: str) -> Iterator[None]:
+def logging_in(module: Any, hook: str) -> AbstractContextManager[None]:
     """Have `module.log` treat calls inside as calls from this hook."""
-    before, module._current_fx_name = known(module, "_current_fx_name"), hook
-    try:
-        yield
-    finally:
-        module._current_fx_name = before
+    return _replaced(module, "_current_fx_name", hook)
 
 
-@contextmanager
-def trainer_replaced(module: Any, trainer: Any) -> Iterator[None]:
+def trainer_replaced(module: Any, trainer: Any) -> AbstractContextManager[None]:
     """Have `module.trainer` be `trainer` inside."""
-    own = vars(module)
-    before, own["_trainer"] = known(module, "_trainer"), trainer
-    try:
-        yield
-    finally:
-        own["_trainer"] = before
+    return _replaced(module, "_trainer", trainer)
 
 
 def layer_sync_of(strategy: Any) -> Any:
@@ -287,14 +274,12 @@ def has_ckpt_path(trainer: Trainer) -> bool:
 
 def load_at_start(trainer: Trainer, path: str | None) -> None:
     """Have the Trainer load the checkpoint at `path` once, in place of the one that it was given."""
-    connector = known(trainer, "_checkpoint_connector")
-    resume_start = known(connector, "resume_start")
 
-    def resume_from_path(_: Any = None, *args: Any, **kwargs: Any) -> None:
+    def resume_from_path(resume_start: Callable[..., None], _: Any = None, *args: Any, **kwargs: Any) -> None:
         undo()
         resume_start(path, *args, **kwargs)
 
-    undo = replace_method(connector, "resume_start", resume_from_path)
+    undo = _wrap_method(known(trainer, "_checkpoint_connector"), "resume_start", resume_from_path)
 
 
 def load_as_given(trainer: Trainer) -> None:
@@ -327,17 +312,12 @@ def set_main_port(environment: Any, port: int) -> None:
     environment._main_port = port
 
 
-@contextmanager
-def processes_started_by(start: Callable[..., Any], launcher: Any) -> Iterator[None]:
+def processes_started_by(start: Callable[..., Any], launcher: Any) -> AbstractContextManager[None]:
     """Have `launcher`, which starts a process for each rank, call `start` in place of torch's `start_processes`."""
     name = next(base.__module__ for base in type(launcher).__mro__ if base.__name__ == "_MultiProcessingLauncher")
-    module: Any = sys.modules[name]
-    before = known(module, "mp")
-    module.mp = SimpleNamespace(get_context=before.get_context, start_processes=start)
-    try:
-        yield
-    finally:
-        module.mp = before
+    module = sys.modules[name]
+    ours = SimpleNamespace(get_context=known(module, "mp").get_context, start_processes=start)
+    return _replaced(module, "mp", ours)
 
 
 def slurm_requeue_of(trainer: Trainer) -> Any:
@@ -357,16 +337,15 @@ def replace_signal_handlers(
     Its handler of SIGTERM calls a broadcast. So does its training loop before each batch (2.6), which is disabled.
     """
     connector, loop = known(trainer, "_signal_connector"), trainer.fit_loop.epoch_loop
-    register = known(connector, "register_signal_handlers")
 
-    def register_and_notify() -> None:
+    def register_and_notify(register: Callable[[], None]) -> None:
         register()
         on_registered()
 
     undo = ExitStack()
     undo.callback(replace_method(connector, "_sigterm_notifier_fn", on_sigterm))
     undo.callback(replace_method(connector, "_slurm_sigusr_handler_fn", on_requeue))
-    undo.callback(replace_method(connector, "register_signal_handlers", register_and_notify))
+    undo.callback(_wrap_method(connector, "register_signal_handlers", register_and_notify))
     if hasattr(loop, "_broadcast_sigterm_tensor"):
         undo.callback(replace_method(loop, "_broadcast_sigterm_tensor", lambda: None))
     return undo.close
@@ -424,12 +403,6 @@ def trainer_of(tuner: Any) -> Any:
     return known(tuner, "_trainer")
 
 
-@contextmanager
-def tuning_as_if_alone(tuner: Any) -> Iterator[None]:
+def tuning_as_if_alone(tuner: Any) -> AbstractContextManager[None]:
     """Have a `Tuner` search inside as it would with one rank."""
-    trainer = trainer_of(tuner)
-    tuner._trainer = AsIfAlone(trainer)
-    try:
-        yield
-    finally:
-        tuner._trainer = trainer
+    return _replaced(tuner, "_trainer", AsIfAlone(trainer_of(tuner)))

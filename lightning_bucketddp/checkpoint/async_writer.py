@@ -225,12 +225,6 @@ class CheckpointWriter:
             log.exception("bucketddp: could not remove checkpoint `%s`.", path)
 
 
-def drain(checkpoint_io: CheckpointIO) -> None:
-    """Wait for the writes of a plugin in the background and raise their failures."""
-    with raised_once(checkpoint_io):
-        checkpoint_io.teardown()  # which Lightning calls after each fit, too
-
-
 @contextmanager
 def raised_once(checkpoint_io: CheckpointIO) -> Iterator[None]:
     """Have `checkpoint_io` forget a failure in the background when it has raised it.
@@ -280,14 +274,14 @@ class FiniteCheckpoints:
         self._beside: dict[str, str] = {}
         self._links: set[str] = set()
         self._is_nonfinite = False
-        self._has_warned = False
+        self.has_warned = False  # since the last finite one
 
     def add(self, path: Path, *, can_resume: bool) -> None:
         """Remember that the newest finite checkpoint is at `path`."""
         self._finite.pop(str(path), None)
         self._beside.pop(str(path), None)
         self._finite[str(path)] = can_resume
-        self._is_nonfinite = self._has_warned = False
+        self._is_nonfinite = self.has_warned = False
 
     def place(
         self, path: Path, nonfinite: list[str], *, refuses: bool, can_resume: bool = True, step: int | None = None
@@ -308,8 +302,8 @@ class FiniteCheckpoints:
             )
         directory, name = os.path.split(str(path))
         beside = self._beside[str(path)] = os.path.join(directory, DIRECTORY, name)
-        if not self._has_warned:
-            self._has_warned = True
+        if not self.has_warned:
+            self.has_warned = True
             by_step = "" if step is None else f" by step {step}"
             advice = "No finite one is known." if newest is None else f"Resume from `{newest}`."
             text = (
@@ -326,10 +320,6 @@ class FiniteCheckpoints:
             target = self._beside[str(path)] if newest is None else newest
             os.symlink(os.path.relpath(target, os.path.dirname(path)), path)
             self._links.add(str(path))
-
-    def forget_warning(self) -> None:
-        """Warn again of the next checkpoint with non-finite weights."""
-        self._has_warned = False
 
     @contextmanager
     def known_unless_failing(self, path: Path) -> Iterator[None]:

@@ -31,6 +31,8 @@ _BROADCAST_CHUNK_BYTES = 64 * 2**20
 # Since torch 2.13 under other names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# The source files in which a thread is that waits for other ranks.
+FILES_OF_COLLECTIVES = (__file__, process_group.__file__, dist.distributed_c10d.__file__)
 # Longer than a thread waits for its turn on a busy machine.
 _DROPS_WITHIN_S = 1.0
 
@@ -347,11 +349,6 @@ def _asynchronously(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
     if hasattr(options, "asyncOp"):  # since torch 2.7; all operations are, before
         options.asyncOp = True
     return options
-
-
-def files_of_collectives() -> tuple[str, ...]:
-    """Return the source files in which a thread is that waits for other ranks."""
-    return (__file__, process_group.__file__, dist.distributed_c10d.__file__)
 
 
 def all_gather(tensor: Tensor, *, group: dist.ProcessGroup | None, sync_grads: bool) -> Tensor:

@@ -9,15 +9,18 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_bucketddp.processes import agent_holds_store, variables_by_default
-
+# Keeps a process alive after a failure in a group that is made with these: torch would end it a minute later.
+SURVIVING_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+# Makes `nccl` mean ProcessGroupNCCL in torch 2.15 and later, too. There the name stands for another backend, with which
+# the strategy is untested (docs/compatibility.md). torch reads the variable once in a process, when it first uses NCCL.
+TRIED_NCCL = {"TORCH_DIST_USE_NCCL2": "0"}
 _ABORTED_WITHIN_S = 5.0
 _LEFT_BEHIND: list[Any] = []  # groups that were aborted
 
@@ -32,7 +35,6 @@ class StoreAccess:
     # Unique among all process groups of a store: torchrun's store outlives restarts, and agents on several hosts count
     # restarts differently.
     name: str
-    is_held_by_rank_zero: bool  # otherwise by torchrun's agent
 
     @property
     def is_there(self) -> bool:
@@ -57,21 +59,7 @@ def access_store() -> StoreAccess:
         connection = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
     group_name = dist.group.WORLD.group_name if dist.group.WORLD is not None else ""
     identity = store.compare_set(f"bucketddp/identity/{group_name}", "", uuid.uuid4().hex).decode()
-    return StoreAccess(connection, host, port, f"{group_name}/{identity}", is_held_by_rank_zero=not agent_holds_store())
-
-
-def surviving_nccl() -> AbstractContextManager[None]:
-    """Keep a process alive after a failure in a group that is made in the block: torch would end it a minute later."""
-    return variables_by_default({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"})
-
-
-def tried_nccl() -> AbstractContextManager[None]:
-    """Make `nccl` mean ProcessGroupNCCL in torch 2.15 and later, too, if it is first used in the block.
-
-    There the name stands for another backend, with which the strategy is untested (docs/compatibility.md). torch reads
-    the variable once in a process; one that the user has set stays.
-    """
-    return variables_by_default({"TORCH_DIST_USE_NCCL2": "0"})
+    return StoreAccess(connection, host, port, f"{group_name}/{identity}")
 
 
 def _device_groups() -> list[Any]:
@@ -148,8 +136,8 @@ class ForeignCollectives:
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.2
-# Thousands of ranks ask less often, so that together they ask no more than the store can answer.
-_PER_RANK_S = 0.0005
+# Thousands of ranks ask the store less often, so that together they ask no more than it can answer.
+ASKS_EVERY_S_PER_RANK = 0.0005
 
 
 class RollCall:
@@ -190,7 +178,7 @@ class RollCall:
                 return absent
             if time.monotonic() > deadline:
                 raise RuntimeError(f"Rank {self._rank} timed out: it has waited {self._timeout_s:g} s for all ranks.")
-            time.sleep(max(pause_s, _PER_RANK_S * self._world_size))
+            time.sleep(max(pause_s, ASKS_EVERY_S_PER_RANK * self._world_size))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             num_answers = self._add(key, 0)
         return []

@@ -67,11 +67,9 @@ _TYPES: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, 
 
 
 class CombinedMessages(NamedTuple):
-    """The messages of all ranks: sums over the ranks, and the least and greatest value of each field."""
+    """The messages of all ranks: the sum, the least and the greatest value of each field."""
 
-    weight: float = 0.0
-    full_weight: float = 0.0
-    num_skipped: int = 0
+    total: StepMessage = StepMessage()
     least: StepMessage = StepMessage()
     greatest: StepMessage = StepMessage()
     by_rank: Sequence[StepMessage] = ()
@@ -79,14 +77,8 @@ class CombinedMessages(NamedTuple):
     @classmethod
     def of(cls, by_rank: Sequence[StepMessage]) -> CombinedMessages:
         fields = list(zip(*by_rank, strict=True))
-        return cls(
-            weight=sum(message.weight for message in by_rank),
-            full_weight=sum(message.full_weight for message in by_rank),
-            num_skipped=sum(message.num_skipped for message in by_rank),
-            least=StepMessage(*map(min, fields)),
-            greatest=StepMessage(*map(max, fields)),
-            by_rank=by_rank,
-        )
+        total, least, greatest = (StepMessage._make(map(combine, fields)) for combine in (sum, min, max))
+        return cls(total, least, greatest, by_rank)
 
 
 class StepExchange:
@@ -273,10 +265,11 @@ class Weighting:
         received = self.exchange.receive()
         self.some_miss = received.greatest.num_missing > 0
         self.trainable_differs = received.least.trainable != received.greatest.trainable
-        self._adds_nothing = received.weight == 0 and received.full_weight > 0
+        total = received.total
+        self._adds_nothing = total.weight == 0 and total.full_weight > 0
         self.nobody_contributed = self._adds_nothing and (self.has_stepped or self.nobody_contributed)
         self.has_stepped = False
-        return received.full_weight / received.weight if received.weight > 0 else 1.0, received.num_skipped
+        return total.full_weight / total.weight if total.weight > 0 else 1.0, total.num_skipped
 
     def compare_missing(self, missing: Collection[int], *, some_miss: bool) -> bool:
         """Return whether all ranks are known to miss the gradients of the same parameters, in a backward that ends.

@@ -35,9 +35,7 @@ from lightning_bucketddp.data.sharded_iterable import is_dealt
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.processes import rank_zero_warn
 from lightning_bucketddp.trainer_internals import (
-    batch_progress,
     combined_loader,
-    epoch_progress,
     known_metrics,
     mark_as_begun,
     mode_of,
@@ -387,10 +385,10 @@ class EpochPosition(RunPart):
 
     @property
     def _batches(self) -> Any:
-        return batch_progress(self._trainer)
+        return self._trainer.fit_loop.epoch_loop.batch_progress
 
     def _num_epochs_begun(self) -> int:
-        return int(epoch_progress(self._trainer).current.started)
+        return int(self._trainer.fit_loop.epoch_progress.current.started)
 
     def complete_step(self) -> None:
         if self._filter is not None:

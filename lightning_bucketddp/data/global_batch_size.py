@@ -39,18 +39,18 @@ def divide(size: int, *, num_ranks: int, largest: int) -> Division:
     return Division(per_rank // batches_per_step, batches_per_step)
 
 
+@dataclass(eq=False)
 class _FirstSamples(Sampler[Any]):
     """The first samples of `sampler`."""
 
-    def __init__(self, sampler: Any, number: int) -> None:
-        self.sampler = sampler
-        self._number = number
+    sampler: Any
+    number: int
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self.sampler, self._number)
+        return itertools.islice(self.sampler, self.number)
 
     def __len__(self) -> int:
-        return self._number
+        return self.number
 
 
 class StepSampler(BatchSampler):

@@ -142,17 +142,17 @@ class UnevenData:
         yield from batches
 
 
+@dataclass(eq=False)
 class _Batches:
     """Wraps a loader of a built-in type, such as a list or generator of batches, whose class cannot be changed."""
 
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
+    batches: Any
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
+        return iter(self.batches)
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self.batches)
 
 
 _NUM_STEPS = 3

@@ -76,32 +76,31 @@ class Failure:
         """Return whether `error` is this failure, rather than a consequence of it."""
         return self.what == _in_words(error)
 
-    def describe(self, *, with_stack: bool = True) -> str:
-        """Return which rank failed, how and where, in plain words; then its stack, if there is one."""
+    def summary(self) -> str:
+        """Return which rank failed, how and where, in plain words."""
         who = f"Rank {self.rank}" + (f" ({self.process})" if self.process else "")
         where = f" in {self.where}" if self.where else ""
-        sentence = {
+        return {
             Kind.RAISED: f"{who} failed{where}: {self.what}",
             Kind.DIED: f"{who} died{where}: {self.what}.",
             Kind.STALLED: f"{who} is stuck{where}: {self.what}.",
             Kind.STOPPED: f"{who} was told to stop{where} by {signal_name(self.signal)}.",
             Kind.LOST: f"{who} can no longer be reached{where}: {self.what}.",
         }[self.kind]
-        return sentence + (self._titled_stack if with_stack else "")
+
+    def describe(self) -> str:
+        """Return the summary; then the stack, if there is one."""
+        return self.summary() + self._titled_stack
 
     @property
     def _titled_stack(self) -> str:
         return f"\nIts stack, innermost call last:\n{self.stack.rstrip()}" if self.stack else ""
 
-    def summary(self) -> str:
-        """Return `describe` without the stack."""
-        return self.describe(with_stack=False)
-
     def error_for(self, rank: int) -> RankFailedError:
         """Return the error for `rank`, which has not failed by an exception of its own."""
         why = "another rank failed first" if rank != self.rank else "the others no longer wait for it"
         has_raised = self.kind is Kind.RAISED
-        about = self.describe(with_stack=not has_raised)
+        about = self.summary() if has_raised else self.describe()
         error = RankFailedError(f"Rank {rank} is stopping because {why}.\n{about}")
         error.stack = self._titled_stack if has_raised else ""
         return error

@@ -111,8 +111,11 @@ class HeartbeatMonitor:
 
     def find_failure(self) -> Failure | None:
         """Warn of stragglers that this rank waits for; return the failure of one that it shall not wait for."""
-        self.update_wait()
-        now, wait = time.monotonic(), self.wait
+        phase = self.progress.num_phases if self.progress.is_waiting else -1
+        now = time.monotonic()
+        if phase == -1 or phase != self.wait.phase:
+            self.wait = Wait(phase, now, now + self.stall_timeout_s)
+        wait = self.wait
         if wait.phase != -1:
             if now - wait.since > self.warn_after_s and not wait.has_warned:
                 self._warn()
@@ -130,13 +133,6 @@ class HeartbeatMonitor:
                     waited = f"the others have waited for longer than `stall_s`, {self.stall_timeout_s:g} s"
                     return replace(stalled, what=f"{stalled.what}; {waited}")
         return self._find_lost_host()
-
-    def update_wait(self) -> None:
-        """Begin another `Wait` if this rank does not wait, or in another phase."""
-        phase = self.progress.num_phases if self.progress.is_waiting else -1
-        if phase == -1 or phase != self.wait.phase:
-            now = time.monotonic()
-            self.wait = Wait(phase, now, now + self.stall_timeout_s)
 
     def _find_stalled(self) -> Failure | None:
         """Return a rank that has stood still for `stall_timeout_s`, as long as this one has waited; None: none has.

@@ -164,12 +164,8 @@ def _frames_of(thread: int | None) -> list[FrameType]:
         was_on = gc.isenabled()
         try:
             gc.disable()
-            frame = sys._current_frames().get(thread or 0)
-            frames: list[FrameType] = []
-            while frame is not None:
-                frames.append(frame)
-                frame = frame.f_back
-            return frames
+            innermost = sys._current_frames().get(thread or 0)
+            return [] if innermost is None else [frame for frame, _ in traceback.walk_stack(innermost)]
         finally:
             if was_on:
                 gc.enable()

@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.comm.connections import Connections
+from lightning_bucketddp.comm.process_group import ASKS_EVERY_S_PER_RANK
 from lightning_bucketddp.faults.failure import Failure, Kind, describe_exit
 from lightning_bucketddp.processes import Worker, pid_scope, process_state
 
@@ -34,14 +35,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CHECK_EVERY_S = 0.2
-# Thousands of ranks ask less often, so that together they ask no more than the store can answer.
-_PER_RANK_S = 0.0005
 # The store answers at once, unless its process is stopped.
 _ANSWERS_WITHIN_S = 10.0
 
-_Value = TypeVar("_Value")
 
-
+@dataclass(eq=False)
 class SideChannel:
     """Keys in the store that begin with `name`, which is that of one run: the store outlives it.
 
@@ -49,38 +47,26 @@ class SideChannel:
 
     The channel has a connection of its own, because a thread that waits for an answer keeps others waiting; and a
     thread of its own, which waits for ever if the process of the store is stopped after it was asked.
-
-    Args:
-        connections: those of this process to other hosts.
-        store_rank: the rank whose process holds the store; None if no rank's does.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        name: str,
-        rank: int,
-        world_size: int,
-        connections: Connections | None = None,
-        store_rank: int | None = None,
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.connections = connections or Connections()
-        self.store_rank = store_rank
+    store: Store
+    name: str
+    rank: int
+    world_size: int
+    connections: Connections = field(default_factory=Connections)  # of this process to other hosts
+    store_rank: int | None = None  # the rank whose process holds the store; None: no rank's does
+
+    def __post_init__(self) -> None:
         self.local_ranks = LocalRanks(self)
         self.is_lost = False  # the connection to the store is broken, for good
         # A name of this run that is the same on all ranks, fit for the name of a file.
-        self.run_id = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-        self._store = store
-        self._name = name
+        self.run_id = hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
         self._worker = Worker("bucketddp-store", stops_at_error=False)
         self._asked_at: float | None = None  # None: the store has answered everything
 
     def interval(self, at_least: float) -> float:
         """Return the seconds between two questions of a rank that asks again and again."""
-        return max(at_least, _PER_RANK_S * self.world_size)
+        return max(at_least, ASKS_EVERY_S_PER_RANK * self.world_size)
 
     def close(self) -> None:
         """End the thread that asks the store, as soon as the store has answered it."""
@@ -88,19 +74,18 @@ class SideChannel:
         self.local_ranks.close()
 
     def set(self, key: str, value: Any) -> None:
-        self._ask(lambda: self._store.set(self._key(key), json.dumps(value)))
+        self._ask(lambda: self.store.set(self._key(key), json.dumps(value)))
 
-    def first(self, key: str, value: _Value) -> _Value | None:
+    def first(self, key: str, value: Any) -> Any:
         """Write `value` unless there is one; return the one that is there."""
-        there: _Value | None = _parse(self._ask(lambda: self._store.compare_set(self._key(key), "", json.dumps(value))))
-        return there
+        return _parse(self._ask(lambda: self.store.compare_set(self._key(key), "", json.dumps(value))))
 
     def get(self, key: str) -> Any:
         """Return the value that is there; None if there is none."""
 
         def question() -> Any:
             # Asking for a key that is not there would wait for it.
-            return self._store.get(self._key(key)) if self._store.check([self._key(key)]) else None
+            return self.store.get(self._key(key)) if self.store.check([self._key(key)]) else None
 
         return _parse(self._ask(question))
 
@@ -110,16 +95,16 @@ class SideChannel:
         keys = [self._key(f"{kind}/{rank}") for rank in ranks]
 
         def question() -> list[Any]:
-            if self._store.check(keys):  # two questions, however many ranks there are
-                return list(self._store.multi_get(keys))
-            return [self._store.get(key) if self._store.check([key]) else None for key in keys]
+            if self.store.check(keys):  # two questions, however many ranks there are
+                return list(self.store.multi_get(keys))
+            return [self.store.get(key) if self.store.check([key]) else None for key in keys]
 
         values = map(_parse, (self._ask(question) or ()) if keys else ())
         return {rank: value for rank, value in zip(ranks, values, strict=False) if value is not None}
 
     def add(self, key: str, amount: int = 1) -> int | None:
         """Add to a counter, and return the sum."""
-        return self._ask(lambda: int(self._store.add(self._key(key), amount)))  # type: ignore[no-any-return]
+        return self._ask(lambda: int(self.store.add(self._key(key), amount)))  # type: ignore[no-any-return]
 
     def is_among_first(self, number: int, what: str) -> bool:
         """Return whether this rank is one of the first `number` that ask this of `what`, or the store is silent."""
@@ -160,7 +145,7 @@ class SideChannel:
         return is_late and self.store_rank not in (self.rank, None)
 
     def _key(self, key: str) -> str:
-        return f"{self._name}/{key}"
+        return f"{self.name}/{key}"
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         def timed() -> Any:
@@ -305,42 +290,42 @@ _COMES_WITHIN_S = 5.0
 _ASKS_FOR_SAVER_EVERY_S = 0.05
 
 
+@dataclass(eq=False)
 class SaverElection:
     """Finds the rank that saves for all (Note: one saver).
 
     `claim_file` returns whether this rank is the first to make a file for this run.
     """
 
-    def __init__(self, channel: SideChannel, *, claim_file: Callable[[str], bool]) -> None:
-        self.is_own: bool | None = None  # whether the saver is this rank; None: not known yet
-        self._channel = channel
-        self._claim_file = claim_file
+    channel: SideChannel
+    claim_file: Callable[[str], bool]
+    is_own: bool | None = None  # whether the saver is this rank; None: not known yet
 
     def check(self) -> None:
         """Check whether a rank is the saver by now."""
-        if self.is_own is None and (saver := self._channel.get("saver")) is not None:
-            self.is_own = saver == self._channel.rank
+        if self.is_own is None and (saver := self.channel.get("saver")) is not None:
+            self.is_own = saver == self.channel.rank
 
     def is_won(self, failure: Failure) -> bool:
         """Return whether this rank, which ends after `failure`, is the saver. May wait for ranks that are lower."""
-        rank = self._channel.rank
+        rank = self.channel.rank
         if failure.kind is Kind.RAISED and failure.rank == rank != 0:
             return False
         deadline = time.monotonic() + _COMES_WITHIN_S
         while self.is_own is None and time.monotonic() < deadline and self._may_lower_rank_come(failure):
-            time.sleep(self._channel.interval(_ASKS_FOR_SAVER_EVERY_S))
+            time.sleep(self.channel.interval(_ASKS_FOR_SAVER_EVERY_S))
             self.check()
         if self.is_own is None:
-            saver = self._channel.first("saver", rank)
+            saver = self.channel.first("saver", rank)
             # On the other side of a network that is cut, ranks may find the store gone, and save as well.
             needs_file = saver is None or (saver == rank and failure.kind is Kind.LOST)
-            self.is_own = self._claim_file(self._channel.run_id) if needs_file else saver == rank
+            self.is_own = self.claim_file(self.channel.run_id) if needs_file else saver == rank
         return self.is_own
 
     def _may_lower_rank_come(self, failure: Failure) -> bool:
-        lower = set(range(self._channel.rank)).difference(self._channel.local_ranks.gone())
+        lower = set(range(self.channel.rank)).difference(self.channel.local_ranks.gone())
         if failure.kind in (Kind.DIED, Kind.LOST):
             lower.discard(failure.rank)
-        if not self._channel.can_ask:
-            lower.intersection_update(self._channel.local_ranks.processes)  # the others cannot claim anything
+        if not self.channel.can_ask:
+            lower.intersection_update(self.channel.local_ranks.processes)  # the others cannot claim anything
         return bool(lower)

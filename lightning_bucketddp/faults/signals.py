@@ -117,7 +117,7 @@ class StopSignals:
         self._wakeup = wakeup
         # By signal: the handler that stops the run. The user may put another in its place.
         self._handlers: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
-        self._exchange: StepExchange | None = None
+        self.exchange: StepExchange | None = None  # with whose messages signals travel
         self._requeue: Callable[..., Any] | None = None
         self._restore: Callable[[], None] = lambda: None
         self._callback: Any = None
@@ -159,10 +159,6 @@ class StopSignals:
         """Return the signals that have come since the last call and shall stop the run; called by the watchdog."""
         return [n for n in self._wakeup.received() if n in self._handlers and signal.getsignal(n) == self._handlers[n]]
 
-    def travel_with(self, exchange: StepExchange) -> None:
-        """Send what is received with the messages of `exchange` from now on."""
-        self._exchange = exchange
-
     @property
     def stop_signal(self) -> int:
         """The signal that has come to some rank, as far as this one knows; 0: none."""
@@ -170,15 +166,15 @@ class StopSignals:
 
     def stop_if_agreed(self) -> None:
         """Stop, if a signal has come to some rank: all ranks have read the same messages."""
-        if self._exchange is not None and self._exchange.all_stop_by:
-            self._watchdog.request_stop(self._exchange.all_stop_by)
+        if self.exchange is not None and self.exchange.all_stop_by:
+            self._watchdog.request_stop(self.exchange.all_stop_by)
             # All of them: Lightning raises at the end of this batch.
             stop_after_batch(self._trainer)
 
     def _after_batch(self, *_: object) -> None:
         """Save and requeue, if that was asked for: all ranks are between two steps."""
-        if self._exchange is not None and self._exchange.all_requeue:
-            self._exchange.all_requeue = self._exchange.wants_requeue = False
+        if self.exchange is not None and self.exchange.all_requeue:
+            self.exchange.all_requeue = self.exchange.wants_requeue = False
             assert self._requeue is not None
             self._requeue(signal.SIGUSR1, None)
 
@@ -207,12 +203,12 @@ class StopSignals:
                 return
             self._interrupted_at = time.monotonic()
         self._watchdog.receive_signal(number)
-        if self._exchange is not None:
-            self._exchange.stop_signal = number
+        if self.exchange is not None:
+            self.exchange.stop_signal = number
 
     def _on_requeue(self, number: int, frame: object) -> None:
-        if self._exchange is not None:
-            self._exchange.wants_requeue = True  # after the next step, also in a validation
+        if self.exchange is not None:
+            self.exchange.wants_requeue = True  # after the next step, also in a validation
         elif self._requeue is not None:
             self._requeue(number, frame)  # nothing is being trained
 

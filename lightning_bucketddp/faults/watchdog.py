@@ -8,7 +8,6 @@ more. The first rank to write its decision to the store decides for all (docs/de
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import threading
@@ -18,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError, text_of
 from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
-from lightning_bucketddp.faults.progress import Progress, Shutdown
-from lightning_bucketddp.faults.side_channel import SaverElection, SideChannel
+from lightning_bucketddp.faults.progress import Shutdown
+from lightning_bucketddp.faults.side_channel import SaverElection
 
 log = logging.getLogger(__name__)
 
@@ -56,31 +55,20 @@ class WatchdogActions:
     claim_file: Callable[[str], bool]  # returns whether this process is the first to make a file for this run
 
 
+@dataclass(eq=False)
 class Watchdog:
-    """Watches a run from its set-up to its end; the time-outs are those of `HeartbeatMonitor` and `Shutdown`."""
+    """Watches a run from its set-up to its end."""
 
-    def __init__(
-        self,
-        channel: SideChannel,
-        progress: Progress,
-        actions: WatchdogActions,
-        *,
-        stall_warning_s: float,
-        timeout_s: float,
-        stall_timeout_s: float = math.inf,
-    ) -> None:
+    monitor: HeartbeatMonitor
+    actions: WatchdogActions
+
+    def __post_init__(self) -> None:
+        self.channel, self.progress = self.monitor.channel, self.monitor.progress
         self.stop_signal = 0
         self.failure: Failure | None = None  # the first of the run, on whichever rank
-        self._channel = channel
-        self._progress = progress
-        self._actions = actions
-        self._monitor = HeartbeatMonitor(
-            channel, progress, warn_after_s=stall_warning_s, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
-        )
-        self._saver = SaverElection(channel, claim_file=actions.claim_file)
-        self._shutdown = Shutdown(
-            progress, cut=actions.cut, interrupt=actions.interrupt, rank=channel.rank, timeout_s=timeout_s
-        )
+        self.saver = SaverElection(self.channel, self.actions.claim_file)
+        cut, interrupt = self.actions.cut, self.actions.interrupt
+        self.shutdown = Shutdown(self.progress, cut, interrupt, self.channel.rank, self.monitor.timeout_s)
         self._decision: str | None = None
         self._to_report: Failure | None = None
         self._all_know_of_stop = False
@@ -100,8 +88,8 @@ class Watchdog:
 
     def start(self) -> None:
         """Start the watchdog; the calling thread is the one that trains."""
-        self._progress.follow_this_thread()
-        self._channel.local_ranks.introduce(os.getpid())
+        self.progress.follow_this_thread()
+        self.channel.local_ranks.introduce(os.getpid())
         self._thread.start()
 
     def stop(self) -> None:
@@ -117,7 +105,7 @@ class Watchdog:
         """Stop all ranks, because this process has received a signal. Safe to call from its handler."""
         if self._announcement.acquire(blocking=False):  # by the handler or by the watchdog, whichever comes first
             name = signal.Signals(number).name
-            log.warning("bucketddp: rank %d received %s; all ranks stop.", self._channel.rank, name)
+            log.warning("bucketddp: rank %d received %s; all ranks stop.", self.channel.rank, name)
         self.request_stop(number)
 
     def request_stop(self, number: int) -> None:
@@ -125,43 +113,25 @@ class Watchdog:
         self.stop_signal = self.stop_signal or number
 
     @property
-    def run_id(self) -> str:
-        return self._channel.run_id
-
-    @property
     def is_ending(self) -> bool:
         """Return whether this rank has raised, and only callbacks run still."""
-        return self._shutdown.raised_at is not None
-
-    @property
-    def have_aborted(self) -> bool:
-        return self._shutdown.has_aborted
+        return self.shutdown.raised_at is not None
 
     @property
     def failed_rank(self) -> int | None:
         """Return which rank has failed first; None: none has, or a signal has stopped all."""
         return None if self.failure is None or self.failure.kind is Kind.STOPPED else self.failure.rank
 
-    def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
-        """Return ranks that never come to `phase`, where this one is (see `HeartbeatMonitor`)."""
-        return self._monitor.waiting_elsewhere(what, phase=phase)
-
-    @property
-    def is_saver(self) -> bool:
-        """Return whether this rank, which has aborted, saves for all. May wait for lower ranks."""
-        assert self.failure is not None
-        return self._saver.is_won(self.failure)
-
     def end_by(self, error: BaseException, *, stopped_by: int = 0) -> Failure:
         """End this rank by `error`, which it has raised by itself or because signal `stopped_by` stopped it.
 
         Waits until it is settled whether the ranks abort, and returns the first failure.
         """
-        own = Failure.of(error, rank=self._channel.rank, where=self._progress.describe_origin(error))
+        own = Failure.of(error, rank=self.channel.rank, where=self.progress.describe_origin(error))
         if stopped_by:
             own = replace(own, kind=Kind.STOPPED, signal=stopped_by, stack="")
-        self._shutdown.raised_at = time.monotonic()
-        is_consequence = isinstance(error, RankFailedError) or self._progress.was_waiting(error)
+        self.shutdown.raised_at = time.monotonic()
+        is_consequence = isinstance(error, RankFailedError) or self.progress.was_waiting(error)
         text = text_of(error).lower().replace("connection timed out", "")  # that is the kernel's, of a connection
         if is_consequence and ("timed out" in text or "timeout" in text):
             own = replace(own, kind=Kind.STALLED)
@@ -179,42 +149,42 @@ class Watchdog:
             self._learn(replace(own, kind=Kind.RAISED) if own.kind is Kind.LOST else own)
             self._abort()
         assert self.failure is not None
-        self._progress.end_with = None  # it is ending
+        self.progress.end_with = None  # it is ending
         return self.failure
 
     def _run(self) -> None:
-        local_ranks = self._channel.local_ranks
+        local_ranks = self.channel.local_ranks
         is_woken, asked_at = True, 0.0
         while not self._is_over:
             # Among thousands of ranks not in every tick, but at once if something has happened here.
-            asks = is_woken or time.monotonic() - asked_at >= self._channel.interval(0.0)
+            asks = is_woken or time.monotonic() - asked_at >= self.channel.interval(0.0)
             try:
                 self._notice_signals()
                 if asks:
                     self._exchange()
                 self._act()
             except Exception:
-                log.exception("bucketddp: the watch of rank %d failed, and goes on", self._channel.rank)
+                log.exception("bucketddp: the watch of rank %d failed, and goes on", self.channel.rank)
             asked_at = time.monotonic() if asks else asked_at
             is_woken = self._wake.wait(_TICK_S if local_ranks.are_known else _FIRST_TICK_S)
             self._wake.clear()
-        if self.failure is not None and self._channel.store_rank == self._channel.rank:
+        if self.failure is not None and self.channel.store_rank == self.channel.rank:
             self._let_others_learn()
-        self._channel.set(f"left/{self._channel.rank}", 1)
-        self._channel.close()
+        self.channel.set(f"left/{self.channel.rank}", 1)
+        self.channel.close()
 
     def _let_others_learn(self) -> None:
         """Wait a little until every rank knows why the run ends: with this process the store is gone."""
-        deadline = time.monotonic() + self._channel.interval(0.0) + _LEARNED_WITHIN_S
-        unaware = set(range(self._channel.world_size)) - {self._channel.rank}
-        while unaware and time.monotonic() < deadline and self._channel.can_ask:
-            unaware.difference_update(self._channel.local_ranks.gone())
-            unaware = {rank for rank in unaware if self._channel.get(f"knows/{rank}") is None}
+        deadline = time.monotonic() + self.channel.interval(0.0) + _LEARNED_WITHIN_S
+        unaware = set(range(self.channel.world_size)) - {self.channel.rank}
+        while unaware and time.monotonic() < deadline and self.channel.can_ask:
+            unaware.difference_update(self.channel.local_ranks.gone())
+            unaware = {rank for rank in unaware if self.channel.get(f"knows/{rank}") is None}
             time.sleep(_FIRST_TICK_S)
 
     def _notice_signals(self) -> None:
-        for number in self._actions.signals_received():
-            now, raised_at = time.monotonic(), self._shutdown.raised_at
+        for number in self.actions.signals_received():
+            now, raised_at = time.monotonic(), self.shutdown.raised_at
             if raised_at is not None:
                 # Not by the signal that ends this rank, which is noticed here a moment later.
                 self._callbacks_shall_not_wait |= now - raised_at > SAME_CTRL_C_WITHIN_S
@@ -222,20 +192,20 @@ class Watchdog:
                 self._signalled_at = self._signalled_at or now
                 self._shall_not_wait |= number == signal.SIGINT and now - self._signalled_at > SAME_CTRL_C_WITHIN_S
                 self.receive_signal(number)
-        if self._actions.launcher_pid not in (None, os.getppid()) and not self.stop_signal:
-            log.warning("bucketddp: the process that has started rank %d is gone; all ranks stop.", self._channel.rank)
+        if self.actions.launcher_pid not in (None, os.getppid()) and not self.stop_signal:
+            log.warning("bucketddp: the process that has started rank %d is gone; all ranks stop.", self.channel.rank)
             self.request_stop(signal.SIGTERM)
 
     def _exchange(self) -> None:
-        channel = self._channel
-        self._monitor.beat()
+        channel = self.channel
+        self.monitor.beat()
         channel.local_ranks.discover()
         if self.failure is None and (failure_of_another := channel.failure()) is not None:
             self._learn(failure_of_another)
         if self.failure is not None:
             self._decision = self._decision or channel.get("decision")
-            self._saver.check()
-            if not self._has_acknowledged and (self._decision == _TOGETHER or self._saver.is_own is not None):
+            self.saver.check()
+            if not self._has_acknowledged and (self._decision == _TOGETHER or self.saver.is_own is not None):
                 channel.set(f"knows/{channel.rank}", 1)
                 self._has_acknowledged = True
         if not self._all_know_of_stop:
@@ -247,12 +217,12 @@ class Watchdog:
 
     def _report(self, failure: Failure) -> None:
         """Report a failure that this rank has found to the others, unless it can be blamed on another rank."""
-        if failure.rank == self._channel.rank:
-            failure = self._monitor.blame(failure)
-        is_own = failure.rank == self._channel.rank and failure.kind is not Kind.STALLED
-        if is_own and self._channel.add("num_raised") == self._channel.world_size:
-            self._decision = self._channel.first("decision", _TOGETHER)
-        self._learn(self._channel.report(failure))
+        if failure.rank == self.channel.rank:
+            failure = self.monitor.blame(failure)
+        is_own = failure.rank == self.channel.rank and failure.kind is not Kind.STALLED
+        if is_own and self.channel.add("num_raised") == self.channel.world_size:
+            self._decision = self.channel.first("decision", _TOGETHER)
+        self._learn(self.channel.report(failure))
 
     def _learn(self, failure: Failure) -> None:
         if self.failure is None:
@@ -266,11 +236,11 @@ class Watchdog:
             self._report(own)
         now = time.monotonic()
         if self.failure is None:
-            if (death := self._channel.local_ranks.find_death(self._actions.exit_status_of)) is not None:
+            if (death := self.channel.local_ranks.find_death(self.actions.exit_status_of)) is not None:
                 self._report(death)
             else:
                 self._stop_if_asked(now)
-                if (found := self._monitor.find_failure()) is not None:
+                if (found := self.monitor.find_failure()) is not None:
                     self._report(found)
         if self.failure is None:
             return
@@ -278,32 +248,32 @@ class Watchdog:
         if self._decision is None and (
             self.failure.kind in (Kind.DIED, Kind.STALLED, Kind.LOST) or now - self._failed_at > _TOGETHER_WITHIN_S
         ):
-            self._decision = self._channel.first("decision", _ABORT) or _ABORT
-        if self._callbacks_shall_not_wait and self._progress.is_waiting:
+            self._decision = self.channel.first("decision", _ABORT) or _ABORT
+        if self._callbacks_shall_not_wait and self.progress.is_waiting:
             self._decision = _ABORT  # callbacks wait for a rank that does not come
         if self._decision == _ABORT:
             self._abort()
         if self._decision is not None:
             self._settled.set()
-        self._shutdown.press(self.failure)
+        self.shutdown.press(self.failure)
 
     def _stop_if_asked(self, now: float) -> None:
         if not self.stop_signal:
             return
         self._stop_at = self._stop_at or now
-        is_time = now - self._stop_at > _STOP_WITHIN_S and self._progress.may_be_interrupted
+        is_time = now - self._stop_at > _STOP_WITHIN_S and self.progress.may_be_interrupted
         if (is_time or self._shall_not_wait) and not self.is_ending:
-            what, where = "no step ended in time", self._progress.describe()
-            rank, number = self._channel.rank, self.stop_signal
+            what, where = "no step ended in time", self.progress.describe()
+            rank, number = self.channel.rank, self.stop_signal
             stop = Failure(rank=rank, kind=Kind.STOPPED, what=what, where=where, signal=number)
-            self._learn(self._channel.report(stop))
-            self._decision = self._channel.first("decision", _ABORT) or _ABORT
+            self._learn(self.channel.report(stop))
+            self._decision = self.channel.first("decision", _ABORT) or _ABORT
 
     def _abort(self) -> None:
         assert self.failure is not None
-        self._channel.local_ranks.kill_frozen()  # they cannot end by themselves, and what waits for them may not either
-        self._shutdown.abort(self.failure)
+        self.channel.local_ranks.kill_frozen()  # they cannot end by themselves, and what waits for them may not either
+        self.shutdown.abort(self.failure)
         # No rank cuts these at their other end, or it is not noticed here.
-        connections = self._channel.connections
-        of_store = {connections.store_host} if self._channel.is_silent else set()
+        connections = self.channel.connections
+        of_store = {connections.store_host} if self.channel.is_silent else set()
         connections.cut_to({*self.failure.hosts.split(), *of_store})

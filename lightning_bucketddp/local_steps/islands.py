@@ -45,9 +45,6 @@ class Islands:
     def number(self) -> int:
         return len(self.members)
 
-    def describe(self) -> str:
-        return f"{self.number} islands of {pluralize(len(self.members[0]), 'rank')}"
-
 
 def make_islands(world: Collectives, option: IslandsOption, *, host: str) -> Islands | None:
     """Divide all ranks as `option` says; None if all of them are in one island. All ranks must call this."""

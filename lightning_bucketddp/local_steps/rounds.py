@@ -182,11 +182,11 @@ class LocalRounds(RunPart):
             received = self.exchange.receive()
             if received.least.trainable != received.greatest.trainable:
                 updated = self._updated_anywhere(outer.names, updated)
-            if received.weight == 0:
+            if received.total.weight == 0:
                 self._are_equal = True
                 return
-            left_out = self._handle_nonfinite(nonfinite, outer) if received.full_weight else set()
-            num_counted = round(received.weight / self.islands.own.world_size) - len(left_out)
+            left_out = self._handle_nonfinite(nonfinite, outer) if received.total.full_weight else set()
+            num_counted = round(received.total.weight / self.islands.own.world_size) - len(left_out)
             counts = has_trained and self.islands.index not in left_out
             share = self.islands.number / num_counted if counts else 0.0
             num_bytes = 0
@@ -277,8 +277,9 @@ class LocalRounds(RunPart):
 
     def describe(self) -> str:
         stats, steps = self._stats, pluralize(self._stats.num_outer_steps, "outer step")
+        islands = f"{self.islands.number} islands of {pluralize(len(self.islands.members[0]), 'rank')}"
         seconds = sum(one.seconds for one in stats.outer_steps)
-        return f"{steps} between {self.islands.describe()}: {stats.outer_bytes / MIB:.1f} MiB and {seconds:.1f} s"
+        return f"{steps} between {islands}: {stats.outer_bytes / MIB:.1f} MiB and {seconds:.1f} s"
 
     def install(self, base: type) -> None:
         """Add a callback to the Trainer that ends rounds; `base` is its class of callbacks."""

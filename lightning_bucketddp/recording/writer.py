@@ -90,7 +90,7 @@ class StepRecorder(BackwardObserver):
         self._worker = Worker("bucketddp-observer", stops_at_error=False) if device.type != "cuda" else None
         self._stream = torch.cuda.Stream(device) if self._worker is None else None  # type: ignore[no-untyped-call]
         self.axis = Axis(self._clock)
-        self._phase: str | None = None
+        self.phase: str | None = None
         self._since: Any = None
         self._before_waiting: str | None = None
         self._before_weights: str | None = None
@@ -118,10 +118,6 @@ class StepRecorder(BackwardObserver):
             with torch.cuda.stream(self._stream):
                 mark_end()
 
-    @property
-    def phase(self) -> str | None:
-        return self._phase
-
     def begin(self, stats: ReducerStats) -> None:
         """Begin another step; forget one that was not completed."""
         self._step, self._counters_before = MarkedStep(), _counters(stats)
@@ -144,18 +140,18 @@ class StepRecorder(BackwardObserver):
     def turn_to(self, phase: str | None) -> str | None:
         """Begin another phase (None: none) and return the one that ends."""
         mark = self._clock.mark()
-        ends = self._phase
+        ends = self.phase
         if ends is not None and self._since is not None:
             self._step.spans.append(Span(ends, self._since, mark))
         if ends == "backward" and self.measures_lag and not is_being_captured(self._device):
             # Only once in a step: after the first end of a backward the device waits for other ranks.
             self.measures_lag, self._step.lag_s = False, self._clock.wait(mark)
-        self._phase, self._since = phase, mark
+        self.phase, self._since = phase, mark
         return ends
 
     def forget_phase(self) -> None:
         """Drop the phase that has begun, and begin no other."""
-        self._phase = self._since = None
+        self.phase = self._since = None
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -180,8 +176,8 @@ class StepRecorder(BackwardObserver):
         self._step.bytes_on_wire += pending.bytes_sent
         marks = self._step.buckets[index]
         if pending.has_ended:  # the launch was the wait
-            if self._phase is not None and self._since is not None:
-                self._step.spans.append(Span(self._phase, self._since, marks.launched))
+            if self.phase is not None and self._since is not None:
+                self._step.spans.append(Span(self.phase, self._since, marks.launched))
             self._since = self._clock.mark()
             marks.ends.append(self._since)
             self._step.spans.append(Span("exposed", marks.launched, self._since))
@@ -203,8 +199,8 @@ class StepRecorder(BackwardObserver):
             self._watch(transfer, marks)
 
     def gather_awaited(self, bucket: object) -> None:
-        self._before_weights = self._phase
-        if self._phase is not None and not is_being_captured(self._device):
+        self._before_weights = self.phase
+        if self.phase is not None and not is_being_captured(self._device):
             self.turn_to("weights")
 
     def gather_ended(self, bucket: object) -> None:

@@ -282,10 +282,6 @@ class ReplicaComparison:
     _digest: Callable[[], int] | None = None  # waits for the digest that is being computed
     _begun_at: int = 0
 
-    @property
-    def are_periodic(self) -> bool:
-        return bool(self.config.every_n_steps)
-
     def between_steps(self, state: Callable[[], TrainingState], *, num_backwards: int) -> None:
         """Compare replicas if that is due. All ranks call this after the same number of synchronised backwards."""
         if not self.config.every_n_steps:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from lightning_bucketddp.comm.process_group import ASKS_EVERY_S_PER_RANK
 from lightning_bucketddp.faults.failure import signal_name
 from lightning_bucketddp.processes import agent_holds_store, is_launched_by_torchrun, is_running
 
@@ -27,8 +28,6 @@ LAUNCHER_PID = "BUCKETDDP_LAUNCHER_PID"
 POLL_S = 0.05
 # Ranks that are started together come together: a rank that has not waited long asks again soon.
 _POLL_PER_S_WAITED = 0.1
-# Thousands of ranks ask less often, so that together they ask no more than the store can answer.
-_POLL_PER_RANK_S = 0.0005
 # A start that takes long is reported after the first time, and each time the second has passed.
 _REPORTS_S = (30, 60)
 # How long torch may try to reach a store that was there a moment ago. All ranks try at once, and try again.
@@ -50,7 +49,7 @@ class Deadline:
 
     def __init__(self, timeout_s: float, *, world_size: int) -> None:
         self.timeout_s = timeout_s
-        self._shortest_poll_s = _POLL_PER_RANK_S * world_size
+        self._shortest_poll_s = ASKS_EVERY_S_PER_RANK * world_size
         self.failure: str | None = None  # why it is useless to wait on, once that is known
         self._began = time.monotonic()
         self._num_reports = 0

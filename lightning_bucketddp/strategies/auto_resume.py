@@ -37,7 +37,6 @@ from lightning_bucketddp.processes import rank_zero_info, rank_zero_warn
 from lightning_bucketddp.trainer_internals import (
     continue_logger,
     ends_by_search,
-    epoch_progress,
     has_ckpt_path,
     load_as_given,
     load_at_start,
@@ -195,13 +194,13 @@ class AutoResume:
         if self._record is not None:
             self._record.remove(_absolute(path))
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self, trainer: Any) -> None:
         """Note that a fit has ended by itself."""
         self._is_over = True
         if self._record is not None:
             self._record.remove_start()
             seconds, may_last = _time(trainer)
-            num_epochs, was_stopped = epoch_progress(trainer).current.processed, trainer.should_stop
+            num_epochs, was_stopped = trainer.fit_loop.epoch_progress.current.processed, trainer.should_stop
             self._record.set_end(RunEnd(trainer.global_step, num_epochs, seconds, was_stopped and seconds < may_last))
 
 

@@ -18,13 +18,13 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter, FiniteCheckpoints
-from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
+from lightning_bucketddp.comm.collectives import FILES_OF_COLLECTIVES, Collectives, all_gather
 from lightning_bucketddp.comm.connections import SETTINGS, gloo_interface, more_sockets
-from lightning_bucketddp.comm.process_group import surviving_nccl, tried_nccl
+from lightning_bucketddp.comm.process_group import SURVIVING_NCCL, TRIED_NCCL
 from lightning_bucketddp.config import NAME_OF_DTYPE, ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.signals import StopSignals
-from lightning_bucketddp.processes import rank_zero_info
+from lightning_bucketddp.processes import rank_zero_info, variables_by_default
 from lightning_bucketddp.reducer import quantization, reduction
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.sharding import bucket as sharded_bucket
@@ -34,7 +34,7 @@ from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.startup.store import ChildProcesses, StoreAddress, is_on_this_host
 from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.fault_handling import FaultHandler
-from lightning_bucketddp.strategies.launchers import HoldsPort, make_launcher
+from lightning_bucketddp.strategies.launchers import HoldsPort
 from lightning_bucketddp.strategies.options import (
     StartMethod,
     StrategyOptions,
@@ -46,7 +46,7 @@ from lightning_bucketddp.wording import list_names, pluralize
 _EXCHANGED_WITHIN_S = 0.5
 # A thread that is in one of these files waits for other ranks. None of them calls functions of the user.
 _FILES_OF_WAITS = (
-    *files_of_collectives(),
+    *FILES_OF_COLLECTIVES,
     *(str(module.__file__) for module in (reduction, quantization, sharded_bucket, torch.futures)),
 )
 # At its time-out NCCL ends the process without a message. Our time-out comes before it, names the rank that is behind,
@@ -79,6 +79,8 @@ class StrategyBase:
     members: ClassVar[list[int] | None] = None
     if TYPE_CHECKING:
         local_rank: int
+        num_nodes: int
+        num_processes: int
         root_device: torch.device
         cluster_environment: Any
         launcher: Any
@@ -111,6 +113,7 @@ class StrategyBase:
         self._writer = CheckpointWriter()
         self._finite_checkpoints = FiniteCheckpoints()
         self._start_line = ""
+        self._io = arguments["checkpoint_io"]
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
         self._process_group_backend = options.process_group_backend
@@ -155,7 +158,9 @@ class StrategyBase:
             return launched.find_failure(of_children=not is_restart or not self.options.max_restarts.min_ranks)
 
         with launched.ended_on_failure():
-            earlier = self.store if is_restart or _port_of(self.store) == point.port else None
+            # Where this process has met others; None: it has not.
+            port = None if self.store is None else getattr(self.store.underlying_store, "port", None)
+            earlier = self.store if is_restart or port == point.port else None
             store = rendezvous.meet(listener=listener, find_failure=find_failure, earlier=earlier)
             StrategyBase.store = store
             if self.restarts is not None:
@@ -170,23 +175,19 @@ class StrategyBase:
                 self.root.init_dist_connection(environment, backend, point.rank, point.world_size, **of_group)
 
     @contextmanager
-    def _nccl_settings(
-        self,
-        backend: str,
-        store: torch.distributed.Store,  # type: ignore[name-defined]
-        point: StoreAddress,
-    ) -> Iterator[None]:
+    def _nccl_settings(self, backend: str, store: Any, point: StoreAddress) -> Iterator[None]:
         """Set the variables that NCCL reads while the group is made inside; connect the group if it reads them then."""
         if "nccl" not in backend:
             yield
             return
-        tried = nullcontext() if self.options.process_group_backend else tried_nccl()
-        surviving = nullcontext() if self.restarts is None else surviving_nccl()
-        with tried, surviving, more_sockets(store, rank=point.rank, world_size=point.world_size) as num_hosts:
+        chosen = {} if self.options.process_group_backend else TRIED_NCCL
+        settings = chosen if self.restarts is None else chosen | SURVIVING_NCCL
+        more = more_sockets(store, rank=point.rank, world_size=point.world_size)
+        with variables_by_default(settings), more as num_hosts:
             if num_hosts > 0:
-                settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
+                sockets = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
                 rank_zero_info(
-                    f"bucketddp: {settings}, because NCCL sends through sockets between {num_hosts} hosts. Set one of"
+                    f"bucketddp: {sockets}, because NCCL sends through sockets between {num_hosts} hosts. Set one of"
                     " them yourself, and both are left as you want them."
                 )
             yield
@@ -302,7 +303,12 @@ class StrategyBase:
         return nullcontext()
 
     def _configure_launcher(self) -> None:
-        self._launcher = make_launcher(self)
+        if self._start_method == "popen":
+            environment = self.cluster_environment
+            self._launcher = self.root.script_launcher(environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = self.root.process_launcher(self, start_method=self._start_method)
+        self._launcher.guarding_strategy = self
 
     def _begin_watching(self) -> FaultHandler:
         self._fault_handler = FaultHandler(self)
@@ -359,11 +365,6 @@ class StrategyBase:
             instead = self._fault_handler.end_by(error, sigterm_exception=self.root.sigterm_exception)
             if instead is not None:
                 raise instead from None  # the error itself is only a connection that broke
-
-
-def _port_of(store: Any) -> int | None:
-    """Return the port of the store where this process has met others; None: it has not."""
-    return None if store is None else getattr(store.underlying_store, "port", None)
 
 
 def _describe_start(strategy: StrategyBase, *, backend: str, reducer: Reducer | None) -> str:

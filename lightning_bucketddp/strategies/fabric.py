@@ -37,7 +37,7 @@ from lightning_bucketddp.replicas.replicas import Replicas, SharedBuffers, unwra
 from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.exact_evaluation import common_seed
-from lightning_bucketddp.strategies.fault_handling import lost_shards, partial_step
+from lightning_bucketddp.strategies.fault_handling import explain_unsaved
 from lightning_bucketddp.strategies.options import DDPOptions, StartMethod
 from lightning_bucketddp.trainer_internals import convert_to_state
 
@@ -101,7 +101,6 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         arguments = dict(locals())
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
         self._take_options(arguments)
-        self._io = checkpoint_io
         self.reducers: dict[nn.Module, Reducer] = {}
         self._shared_buffers: dict[nn.Module, SharedBuffers] = {}
         self._checks: ReplicaComparison | None = None
@@ -155,12 +154,8 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         if self.options.init_sync:
             replicas.broadcast(buffers=self.options.init_sync_buffers)
         if not self.reducers and self._collectives.world_size > 1 and not self.differs_by_design:
-            self._checks = ReplicaComparison(
-                self._collectives,
-                self.options.replica_checks,
-                exchange=StepExchange(self._collectives),
-                has_messages=False,
-            )
+            checks, exchange = self.options.replica_checks, StepExchange(self._collectives)
+            self._checks = ReplicaComparison(self._collectives, checks, exchange=exchange, has_messages=False)
         finiteness = Finiteness(replicas, self.config, has_scaler=scaler_of(self.precision) is not None)
         compiled = unwrapped(module)
         if self.shards is not None and compiled in self.reducers:
@@ -193,10 +188,9 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         """
         if self._collectives is None:
             raise RuntimeError("`exact_dataloader` divides data among the ranks, so call `fabric.launch()` before.")
-        if isinstance(loader.dataset, IterableDataset) or is_even(loader):
-            found = (
-                "a stream" if isinstance(loader.dataset, IterableDataset) else "what its sampler has divided already"
-            )
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        if is_stream or is_even(loader):
+            found = "a stream" if is_stream else "what its sampler has divided already"
             raise ValueError(f"`exact_dataloader` divides samples among the ranks, and cannot divide {found}.")
         rank, world_size = self._collectives.rank, self._collectives.world_size
         part = Part(rank, world_size, seed=common_seed(self._collectives), repeats=False)
@@ -258,11 +252,10 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write on rank zero; a failure is raised on every rank."""
-        if self.has_partial_weights:
-            raise CheckpointWriteError(partial_step(path))
         divided_states = [] if self.shards is None else [self.shards.of(value) for value in state.values()]
-        if self.has_lost_shards and any(found is not None for found in divided_states):
-            raise CheckpointWriteError(lost_shards(path))
+        with_optimizers = any(found is not None for found in divided_states)
+        if (why_not := explain_unsaved(self, path, with_optimizers=with_optimizers)) is not None:
+            raise CheckpointWriteError(why_not)
         if self._checks is not None and self._collectives is not None and self._collectives.is_open:
             self._checks.compare(self._trained_state, when=f"before checkpoint `{path}` is written")
         # All ranks do this, because an optimizer may have to gather its state.

@@ -26,10 +26,11 @@ from lightning_bucketddp.checkpoint.atomic_file import claim_file
 from lightning_bucketddp.comm.connections import Connections, cut_connections
 from lightning_bucketddp.comm.process_group import abort_device_groups, access_store, leave_process_group
 from lightning_bucketddp.faults.failure import Kind, show_error
+from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.signals import InterruptSignals, SignalWakeup, StopSignals
 from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
-from lightning_bucketddp.processes import is_launched_by_torchrun
+from lightning_bucketddp.processes import agent_holds_store, is_launched_by_torchrun
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -59,24 +60,24 @@ class FaultHandler:
         self._launched_as = range(strategy.world_size) if strategy.members is None else strategy.members
         self._first_rank = self._launched_as[rank] - strategy.local_rank
         timeouts = strategy.options.timeouts
-        self.watchdog = Watchdog(
+        monitor = HeartbeatMonitor(
             self._new_channel(strategy.world_size),
             self._progress,
-            WatchdogActions(
-                cut=self._cut,
-                interrupt=self._interrupt,
-                signals_received=lambda: [number for handler in self._handlers for number in handler.received()],
-                exit_status_of=self._exit_status_of,
-                # If the parent process has started the ranks without being one of them, it outlives them.
-                launcher_pid=os.getppid()
-                if strategy.options.start_method != "popen" or is_launched_by_torchrun()
-                else None,
-                claim_file=self._claim_file,
-            ),
-            stall_warning_s=timeouts.stall_warning_s,
+            warn_after_s=timeouts.stall_warning_s,
             timeout_s=(strategy.options.timeout or default_pg_timeout).total_seconds(),
             stall_timeout_s=timeouts.stall_s or math.inf,
         )
+        # Then the parent process has started the ranks without being one of them, and outlives them.
+        has_launcher = strategy.options.start_method != "popen" or is_launched_by_torchrun()
+        actions = WatchdogActions(
+            cut=self._cut,
+            interrupt=self._interrupt,
+            signals_received=lambda: [number for handler in self._handlers for number in handler.received()],
+            exit_status_of=self._exit_status_of,
+            launcher_pid=os.getppid() if has_launcher else None,
+            claim_file=self._claim_file,
+        )
+        self.watchdog = Watchdog(monitor, actions)
 
     def _new_channel(self, world_size: int) -> SideChannel:
         access = self._access
@@ -88,7 +89,7 @@ class FaultHandler:
             rank=self._rank,
             world_size=world_size,
             connections=Connections(access.port),
-            store_rank=0 if access.is_held_by_rank_zero else None,
+            store_rank=None if agent_holds_store() else 0,
         )
 
     def _cut(self) -> None:
@@ -108,8 +109,10 @@ class FaultHandler:
         return directory is None or claim_file(directory, run_id)
 
     def _exit_status_of(self, rank: int) -> int | None:
-        launcher: Any = None if (strategy := self._strategy()) is None else strategy._launcher
-        return None if launcher is None else launcher.exit_status_of(self._launched_as[rank] - self._first_rank)
+        launcher = None if (strategy := self._strategy()) is None else strategy._launcher
+        # By local rank, from 1 on: this process has started them, and is local rank 0.
+        children, local_rank = getattr(launcher, "children", ()), self._launched_as[rank] - self._first_rank
+        return children[local_rank - 1].poll() if 0 < local_rank <= len(children) else None
 
     def begin(self) -> None:
         self._wakeup.install()
@@ -124,7 +127,7 @@ class FaultHandler:
         self._undo.close()
         self._is_over = True
         self.watchdog.stop()
-        if not self.watchdog.have_aborted:
+        if not self.watchdog.shutdown.has_aborted:
             self.forget_at_exit()
 
     def forget_at_exit(self) -> None:
@@ -133,13 +136,10 @@ class FaultHandler:
 
     def _end_with_python(self) -> None:
         self.watchdog.stop()
-        if self.watchdog.have_aborted and not torch.distributed.is_initialized():  # otherwise another run has followed
+        # If there is a process group, another run has followed.
+        if self.watchdog.shutdown.has_aborted and not torch.distributed.is_initialized():
             nowhere = open(os.devnull, "w")  # noqa: SIM115  (stays open to the end)
             faulthandler.dump_traceback_later(_LIBRARIES_END_WITHIN_S, exit=True, file=nowhere)
-
-    def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
-        """Return the ranks that will not reach `phase`, where this rank is, because they wait elsewhere."""
-        return [] if self._is_over else self.watchdog.waiting_elsewhere(what, phase=phase)
 
     def handle_signals(self, trainer: Trainer, *, callback: type) -> None:
         """Have signals stop all ranks; `callback` is Lightning's base class of callbacks."""
@@ -183,10 +183,10 @@ class FaultHandler:
         if isinstance(error, KeyboardInterrupt) or is_sigterm:
             stopped_by = self.watchdog.stop_signal or signal.SIGINT
         failure = self.watchdog.end_by(error, stopped_by=stopped_by)
-        if self.watchdog.have_aborted:
+        if self.watchdog.shutdown.has_aborted:
             # From now on, metrics and the user's code find a run without other ranks.
             leave_process_group()
-            self.is_saver = self.watchdog.is_saver
+            self.is_saver = self.watchdog.saver.is_won(failure)
         if failure.kind is Kind.STOPPED:
             if failure.signal == signal.SIGINT:
                 return None if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
@@ -197,25 +197,23 @@ class FaultHandler:
             failure.kind is Kind.STALLED and self._progress.was_waiting(error) and not failure.is_of(error)
         )
         # Where all ranks have raised, each keeps its own error.
-        is_own = (failure.rank == self._rank and not is_given_up) or not self.watchdog.have_aborted
+        is_own = (failure.rank == self._rank and not is_given_up) or not self.watchdog.shutdown.has_aborted
         return None if is_own else failure.error_for(self._rank)
 
 
-def partial_step(path: object, *, newest: object = None) -> str:
-    """Return why there is no checkpoint at `path` (Note: partial step); `newest` is the last one, if it is known."""
-    return (
-        f"checkpoint `{path}` is not saved, because a rank was lost while gradients or weights were being"
-        f" exchanged, and the weights on this rank may be wrong. Resume from {_before(newest)}."
-    )
-
-
-def lost_shards(path: object, *, newest: object = None) -> str:
-    """Return why there is no checkpoint at `path`: the shards of a rank that is gone are missing."""
-    return (
-        f"`{path}` is not saved: the other ranks cannot be reached any more, and each of them has a part of the"
-        f" optimizers' state (`shard_optimizer`). Resume from {_before(newest)}."
-    )
-
-
-def _before(newest: object) -> str:
-    return "the checkpoint before" if newest is None else f"`{newest}`, the last that was saved"
+def explain_unsaved(
+    strategy: StrategyBase, path: object, *, with_optimizers: bool, newest: object = None
+) -> str | None:
+    """Return why there is no checkpoint at `path`; None: it can be saved. `newest` is the last one, if it is known."""
+    before = "the checkpoint before" if newest is None else f"`{newest}`, the last that was saved"
+    if strategy.has_partial_weights:  # (Note: partial step)
+        return (
+            f"checkpoint `{path}` is not saved, because a rank was lost while gradients or weights were being"
+            f" exchanged, and the weights on this rank may be wrong. Resume from {before}."
+        )
+    if strategy.has_lost_shards and with_optimizers:
+        return (
+            f"`{path}` is not saved: the other ranks cannot be reached any more, and each of them has a part of the"
+            f" optimizers' state (`shard_optimizer`). Resume from {before}."
+        )
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from lightning_bucketddp.strategies.parts import (
     ScheduledComparison,
     UnfinishedBatch,
 )
-from lightning_bucketddp.trainer_internals import Undo, layer_sync_of, replace_method
+from lightning_bucketddp.trainer_internals import layer_sync_of, replace_method
 from lightning_bucketddp.wording import pluralize
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class LoaderPreparation:
     def __init__(self) -> None:
         self._is_training = False  # while Lightning sets up training data
         self._is_first = True
-        self._undo: Undo | None = None
+        self._undo = ExitStack()
 
     def watch(self, trainer: Trainer) -> None:
         """Know from now on which dataloaders are for training."""
@@ -150,12 +151,10 @@ class LoaderPreparation:
             finally:
                 self._is_training = False
 
-        self._undo = replace_method(trainer.fit_loop, "setup_data", set_up_training_data)
+        self._undo.callback(replace_method(trainer.fit_loop, "setup_data", set_up_training_data))
 
     def close(self) -> None:
-        if self._undo is not None:
-            self._undo()
-        self._undo = None
+        self._undo.close()
 
     def prepare(self, loader: object, parts: list[RunPart]) -> object:
         """Return `loader`, prepared by all `parts`, from its original if it was prepared before."""
@@ -197,7 +196,6 @@ def prepare_run(strategy: TrainerStrategy, trainer: Trainer) -> None:
     assert collectives is not None
     if collectives.world_size > 1:
         state.evaluation = ExactEvaluation(trainer, collectives, options)
-
     if options.shard_iterable:
         state.sharding = IterableSharding(
             rank=strategy.global_rank, world_size=strategy.world_size, warn=rank_zero_warn
@@ -229,8 +227,8 @@ def _prepare_fit(strategy: TrainerStrategy, trainer: Trainer, collectives: Colle
     weighting, steps_with = state.weighting, collectives if state.islands is None else state.islands.own
     assert weighting is not None
     of_all_ranks = state.exchange if state.local_steps is None else state.local_steps.exchange
-    if strategy.signals is not None and of_all_ranks is not None:
-        strategy.signals.travel_with(of_all_ranks)
+    if strategy.signals is not None:
+        strategy.signals.exchange = of_all_ranks
     if options.cuda_graphs:
         make_graph = new_graph(strategy.root_device)
         state.graphs = CapturedSteps(trainer, steps_with, log=rank_zero_info, make_graph=make_graph)
@@ -248,7 +246,6 @@ def _prepare_fit(strategy: TrainerStrategy, trainer: Trainer, collectives: Colle
 def _begin_common_steps(strategy: TrainerStrategy, trainer: Trainer, collectives: Collectives) -> None:
     """Have all ranks wait for each other in each step."""
     state, weight = strategy._state, strategy.options.gradient_weight
-
     # A single rank waits for no other, but may weigh its micro-batches.
     if collectives.world_size > 1 or weight is not None:
         state.exchange = StepExchange(collectives, has_alert=lambda: strategy._writer.has_failed)

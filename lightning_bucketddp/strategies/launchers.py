@@ -253,10 +253,6 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
                 callback.recorded_in = folder
         super().update_main_process_results(trainer, extra)
 
-    def exit_status_of(self, local_rank: int) -> int | None:
-        """Return None: no rank has started another rank."""
-        return None
-
     def _end_processes(self, number: int) -> None:
         running = [process for process in self.procs if process.is_alive()]
         for process in running:
@@ -346,10 +342,6 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
         self._children = Children(processes, first_rank, environment, directory, before, strategy)
         atexit.register(self._children.wait_at_exit)
 
-    def exit_status_of(self, local_rank: int) -> int | None:
-        """Return the status with which a child process ended; None: it runs, or this process has not started it."""
-        return self.children[local_rank - 1].poll() if 0 < local_rank <= len(self.children) else None
-
     def kill(self, signum: int) -> None:
         """Send `signum`; SIGKILL only to those that do not end by themselves."""
         deadline = time.monotonic() + (_CHILDREN_END_WITHIN_S if signum == signal.SIGKILL else 0)
@@ -357,14 +349,3 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
             time.sleep(0.05)
         for child in self.children:
             child.send_signal(signum)  # does nothing to one that has ended
-
-
-def make_launcher(strategy: Any) -> Any:
-    """Return a launcher for `strategy`, of its root of Lightning."""
-    if strategy._start_method == "popen":
-        environment = strategy.cluster_environment
-        launcher = strategy.root.script_launcher(environment, strategy.num_processes, strategy.num_nodes)
-    else:
-        launcher = strategy.root.process_launcher(strategy, start_method=strategy._start_method)
-    launcher.guarding_strategy = strategy
-    return launcher

@@ -229,9 +229,6 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
         if name in given and not is_valid(given[name]):
             raise ValueError(f"`{name}` must be {wanted}, got {given[name]!r}.")
 
-    def is_count_or_none(value: Any) -> bool:
-        return value is None or is_count(value)
-
     methods = get_args(StartMethod)
     for name in _FLAGS:
         check(name, lambda value: isinstance(value, bool), "True or False")
@@ -241,8 +238,8 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
     check("start_method", lambda value: value in methods, f"one of {', '.join(methods)}")
     check("timeouts", lambda value: isinstance(value, Timeouts), "`Timeouts(...)`")
     check("shard_optimizer", lambda it: isinstance(it, bool) or it == "parameters", "True, False or 'parameters'")
-    check("model_averaging_period", is_count_or_none, "a positive number of steps")
-    check("global_batch_size", is_count_or_none, "a positive number of samples")
+    check("model_averaging_period", lambda it: it is None or is_count(it), "a positive number of steps")
+    check("global_batch_size", lambda it: it is None or is_count(it), "a positive number of samples")
     check(
         "gradient_weight",
         lambda value: value is None or value == "batch_size" or callable(value),

@@ -21,7 +21,7 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState, training_state
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
-from lightning_bucketddp.trainer_internals import batch_progress, replace_result_class
+from lightning_bucketddp.trainer_internals import replace_result_class
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -90,7 +90,7 @@ class ScheduledComparison(RunPart):
     stats: ReducerStats
 
     def begin_training(self) -> None:
-        if self.checks.are_periodic:
+        if self.checks.config.every_n_steps:
             self.compare(when="before the first step")
 
     def begin_batch(self, batch_idx: int) -> None:
@@ -112,7 +112,7 @@ class ScheduledComparison(RunPart):
         return state
 
     def end_training(self) -> None:
-        if self.checks.are_periodic:
+        if self.checks.config.every_n_steps:
             self.compare(when="at the end of training")
 
 
@@ -267,7 +267,7 @@ class BatchWeighting(RunPart):
         if self._reference_weight is None:
             assert self.exchange is not None  # or nothing is weighed
             self.exchange.send(MessageKind.REFERENCE_WEIGHT, weight=self._weight)
-            mean = self.exchange.receive().weight / self.collectives.world_size
+            mean = self.exchange.receive().total.weight / self.collectives.world_size
             # A power of two changes no rounding.
             self._reference_weight = 2.0 ** round(math.log2(mean)) if mean > 0 else 1.0
         return self._weight / self._reference_weight
@@ -305,7 +305,7 @@ class UnfinishedBatch(RunPart):
         return self.position.num_batches_trained() is not None
 
     def begin_batch(self, batch_idx: int) -> None:
-        self._num_batches = batch_progress(self.trainer).current.ready
+        self._num_batches = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         is_after_micro_batch = self._has_copies and not self._repeats_micro_batches
         if is_after_micro_batch or self._random_state is None:
             self._note_random_state()
@@ -347,8 +347,11 @@ class UnfinishedBatch(RunPart):
 
         The module itself stays as the program has left it. Return the random state after that step, if there is one.
         """
-        is_unfinished = self.is_interrupted and batch_progress(self.trainer).current.completed < self._num_batches
-        if not (is_unfinished or self._repeats_micro_batches) or not self._has_copies_of_step:
+        num_completed = self.trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        is_unfinished = self.is_interrupted and num_completed < self._num_batches
+        # With manual optimization a user may step optimizers without the strategy.
+        has_seen_step = self._has_seen_step or self.trainer.lightning_module.automatic_optimization
+        if not (is_unfinished or self._repeats_micro_batches) or not (self._has_copies and has_seen_step):
             return None
         now = {place: getattr(*place, None) for place in self._kept}
         copy_of = {buffer.data_ptr(): self._kept[place][1] for place, buffer in now.items() if buffer is not None}
@@ -360,9 +363,3 @@ class UnfinishedBatch(RunPart):
                 if copy is not None and copy.shape == tensor.shape:
                     state[name] = copy
         return self._random_state
-
-    @property
-    def _has_copies_of_step(self) -> bool:
-        # With manual optimization a user may step optimizers without the strategy.
-        is_automatic = self.trainer.lightning_module.automatic_optimization
-        return self._has_copies and (self._has_seen_step or is_automatic)

@@ -178,7 +178,7 @@ class Restarts:
         store, is_rank_zero = self._strategy.store, self._strategy.global_rank == 0
         handler = self._strategy._fault_handler
         # Of this run: the store may hold the verdict on an earlier one, after which the program has gone on.
-        key = "" if handler is None else f"restart/{handler.watchdog.run_id}"
+        key = "" if handler is None else f"restart/{handler.watchdog.channel.run_id}"
         why_not = self._judge(failure) if is_rank_zero else None
         if self._strategy.world_size > 1:
             try:

@@ -129,7 +129,6 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         arguments = dict(locals())
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._take_options(arguments)
-        self._io = checkpoint_io
         self._state = FitState()
         self._loaders = LoaderPreparation()
         self._checkpoints = TrainerCheckpoints(self)

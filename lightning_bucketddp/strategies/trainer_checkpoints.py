@@ -18,7 +18,6 @@ from lightning_bucketddp.checkpoint.async_writer import (
     NAN,
     CheckpointStats,
     Severities,
-    drain,
     nonfinite_weights,
     raised_once,
     severities_of,
@@ -30,7 +29,7 @@ from lightning_bucketddp.comm.process_group import RollCall
 from lightning_bucketddp.faults.progress import ABOUT_TO_SAVE, SAVING
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.strategies.auto_resume import AutoResume
-from lightning_bucketddp.strategies.fault_handling import lost_shards, partial_step
+from lightning_bucketddp.strategies.fault_handling import explain_unsaved
 from lightning_bucketddp.wording import list_some_ranks, wrap
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ class TrainerCheckpoints:
 
         def waiting_elsewhere() -> list[int]:
             name = f"saving {roll_call.number}"
-            return [] if handler is None else handler.waiting_elsewhere(name, phase=ABOUT_TO_SAVE)
+            return [] if handler is None else handler.watchdog.monitor.waiting_elsewhere(name, phase=ABOUT_TO_SAVE)
 
         with strategy._progress.during(ABOUT_TO_SAVE):
             absent = roll_call.absent(
@@ -171,12 +170,12 @@ class TrainerCheckpoints:
         """Compare the replicas, then `write` on rank zero; a failure is raised on every rank."""
         strategy = self._strategy
         newest = next((saved for saved in reversed(self._saved) if os.path.exists(saved)), None)
+        with_optimizers = "optimizer_states" in checkpoint
+        why_not = explain_unsaved(strategy, path, with_optimizers=with_optimizers, newest=newest)
         if strategy.trains_elsewhere:
             log.warning(wrap(f"bucketddp: `{path}` is not saved here, because other processes have trained."))
-        elif strategy.has_partial_weights:
-            log.warning(wrap(f"bucketddp: {partial_step(path, newest=newest)}"))
-        elif strategy.has_lost_shards and "optimizer_states" in checkpoint:
-            log.warning(wrap(f"bucketddp: {lost_shards(path, newest=newest)}"))
+        elif why_not is not None:
+            log.warning(wrap(f"bucketddp: {why_not}"))
         else:
             self.await_all(f"checkpoint `{path}`")
             with strategy._progress.during(SAVING):
@@ -283,21 +282,18 @@ class TrainerCheckpoints:
 
         strategy._writer.remove(remove_there, path=place)
 
-    def raise_failure(self) -> None:
-        """Raise an error of the background writer on every rank. All ranks must call this."""
-        write_on_rank_zero(self._strategy._writer.raise_failure, self._strategy._collectives)
-
     def wait(self) -> None:
         """Wait until all checkpoints are written; a failure is raised on every rank. All ranks must call this."""
 
         def wait() -> None:
             self._strategy._writer.drain()
-            drain(self._strategy.checkpoint_io)
+            with raised_once(self._strategy.checkpoint_io):
+                self._strategy.checkpoint_io.teardown()  # which Lightning calls after each fit, too
 
         write_on_rank_zero(wait, self._strategy._collectives)
 
     def end_training(self) -> None:
-        self._strategy._finite_checkpoints.forget_warning()
+        self._strategy._finite_checkpoints.has_warned = False
         self.wait()
         if self._strategy.is_global_zero:
             self.auto_resume.end(self._strategy.trainer)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bucketddp.checkpoint.checkpoint_io import write_on_rank_zero
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
 from lightning_bucketddp.processes import rank_zero_warn
 from lightning_bucketddp.reducer.nonfinite import StepWithheld, drop_gradients, withhold_nonfinite
@@ -52,12 +53,6 @@ class StepRecording:
         if self.recorder is not None and self.recorder.phase == "data":
             self.recorder.turn_to(None)
 
-    def forward(self, reducer: Reducer | None) -> AbstractContextManager[Any]:
-        """Record what happens inside as forward, and have `reducer` notify the recorder in the next backward."""
-        if self.recorder is not None and reducer is not None:
-            reducer.observer = self.recorder
-        return self.during(FORWARD)
-
     def during(self, phase: str) -> AbstractContextManager[Any]:
         """Record what happens inside as `phase`."""
         return NOTHING if self.recorder is None else self.recorder.during(phase)
@@ -82,7 +77,7 @@ def begin_batch(strategy: TrainerStrategy, batch_idx: int) -> None:
         if exchange is not None and exchange.is_alerted:
             exchange.is_alerted, has_alert = False, True
     if has_alert:
-        strategy._checkpoints.raise_failure()
+        write_on_rank_zero(strategy._writer.raise_failure, strategy._collectives)
     if strategy.restarts is not None:
         strategy.restarts.admit_returned()
     module, replicas = strategy.trainer.lightning_module, strategy._state.replicas
@@ -97,10 +92,13 @@ def begin_batch(strategy: TrainerStrategy, batch_idx: int) -> None:
 
 def run_forward(strategy: TrainerStrategy, step: Callable[[], Any]) -> Any:
     """Call `step`, the user's `training_step`, and return its output, or what stands for None."""
-    with strategy.recording.forward(strategy.reducer):
+    recorder, reducer = strategy.recording.recorder, strategy.reducer
+    if recorder is not None and reducer is not None:
+        reducer.observer = recorder
+    with strategy.recording.during(FORWARD):
         strategy.before_forward()
-        if strategy.reducer is not None:
-            strategy.reducer.give_back_memory()
+        if reducer is not None:
+            reducer.give_back_memory()
         with graphs_split(strategy.config, world_size=strategy.world_size):
             output = step()
     module, weighting = strategy.lightning_module, strategy._state.weighting

@@ -219,7 +219,7 @@ def test_counts_of_a_fit_and_of_its_checkpoint_and_that_a_resumed_one_has_begun(
     counts, marks = [], []
 
     def observe(trainer: Any) -> None:
-        progress = internals.batch_progress(trainer), internals.epoch_progress(trainer)
+        progress = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop.epoch_progress
         counts.append((progress[0].current.ready, progress[1].current.started))
         trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
 

@@ -22,7 +22,7 @@ def test_ranks_learn_the_same(world_size: int) -> None:
     assert not exchange.compare(2**48 - (rank == 1))
     step = exchange.receive()
     sums = sum(range(1, world_size + 1)), 2 * world_size, sum(range(world_size))
-    assert (step.weight, step.full_weight, step.num_skipped) == sums
+    assert (step.total.weight, step.total.full_weight, step.total.num_skipped) == sums
     assert (step.least.trainable, step.greatest.trainable, len(step.by_rank)) == (5, 5, world_size)
     exchange.batch_digest, exchange.digest = 7 + rank, rank
     if rank == 1:

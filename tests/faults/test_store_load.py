@@ -105,7 +105,8 @@ def watchdog_of(channel: SideChannel, ticked: threading.Semaphore) -> Watchdog:
         launcher_pid=None,
         claim_file=lambda _: False,
     )
-    return Watchdog(channel, Progress(waiting_in=(__file__,)), actions, stall_warning_s=600, timeout_s=1800)
+    progress = Progress(waiting_in=(__file__,))
+    return Watchdog(HeartbeatMonitor(channel, progress, warn_after_s=600, timeout_s=1800), actions)
 
 
 def test_a_rank_among_very_many_looks_at_its_host_without_asking_the_store() -> None:
@@ -128,7 +129,7 @@ def test_a_rank_that_does_not_listen_blames_whom_others_blame() -> None:
     watchdog = watchdog_of(channel, ticked)
     watchdog.start()
     ticked.acquire()
-    watchdog._monitor.wait.listens = False
+    watchdog.monitor.wait.listens = False
     blamed = Failure(rank=1, kind=Kind.STALLED, what="it no longer answers")
     threading.Timer(0.3, channel.report, [blamed]).start()
     assert watchdog.end_by(RuntimeError("gloo: timed out")) == blamed

@@ -22,9 +22,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.connections import gloo_interface, more_sockets
-from lightning_bucketddp.comm.process_group import tried_nccl
+from lightning_bucketddp.comm.process_group import TRIED_NCCL
 from lightning_bucketddp.commands import UsageError
-from lightning_bucketddp.processes import Worker
+from lightning_bucketddp.processes import Worker, variables_by_default
 from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.startup.store import LAUNCHER_PID, ChildProcesses, StoreAddress
 from lightning_bucketddp.wording import list_some_ranks
@@ -184,7 +184,7 @@ class ProbeGroup:
         if device is not None:
             torch.cuda.set_device(device)
         settings = more_sockets(store, rank=rank, world_size=world_size) if on_gpus else nullcontext()
-        with settings, tried_nccl(), gloo_interface(on_one_host=self.is_spawned):
+        with settings, variables_by_default(TRIED_NCCL), gloo_interface(on_one_host=self.is_spawned):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
                 store=store,
