@@ -21,7 +21,6 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
@@ -182,7 +181,8 @@ class _Resumed:
     epoch: int
     num_batches: int
     is_end_of_epoch: bool
-    is_schedule_due: bool
+    # By interval, and whether they follow a metric: after which batch or epoch schedules had a step left to take.
+    schedules_due: dict[tuple[str, bool], int]
     saved: dict[str, Any]
 
     @property
@@ -223,8 +223,11 @@ class EpochPosition(RunPart):
             return
         epochs, batches, num_batches = progress.epochs["current"], progress.batches, saved["num_batches"]
         is_end = batches["is_last_batch"] = batches["is_last_batch"] and num_batches == batches["current"]["ready"]
+        has_stepped_alone = batches["current"]["processed"] < num_batches  # without the schedules: an exception came
         # Those that follow a metric: after `on_train_epoch_end`, in which a `ModelCheckpoint` may save.
-        is_schedule_due = epochs["completed"] < epochs["processed"] == epochs["started"]
+        is_epoch_ending = epochs["completed"] < epochs["processed"] == epochs["started"]
+        for counts in (epochs, progress.epochs["total"]):
+            counts["ready"] = counts["started"]  # in `on_train_epoch_start`, after which Lightning would end the epoch
         _set_counts(batches, num_batches)
         if saved["step"] == progress.optimizer_steps["total"]["completed"] + 1:
             # It was taken, but interrupted before Lightning counted it.
@@ -240,7 +243,9 @@ class EpochPosition(RunPart):
         self._at_step = _Step(epochs["started"], num_batches, saved["step"])
         self._resumed_epoch = None if is_end else epochs["started"]
         epoch = epochs["processed"] + (is_end and not is_counted)
-        self._resumed = _Resumed(epoch, 0 if is_end else num_batches, is_end, is_schedule_due, saved)
+        due = {("step", False): num_batches, ("epoch", False): epoch if is_end else 0} if has_stepped_alone else {}
+        due |= {("epoch", True): epoch} if is_epoch_ending else {}
+        self._resumed = _Resumed(epoch, 0 if is_end else num_batches, is_end, due, saved)
 
     def begin_loaders(self) -> None:
         self._loaders, self._num_before, self._can_skip = [], None, self._is_on
@@ -358,8 +363,9 @@ class EpochPosition(RunPart):
                 num_before = int(self._trainer.num_training_batches)
             if self._at_step is not None and (not resumed.is_end_of_epoch or num_before > 0):
                 self._at_step = replace(self._at_step, num_batches=num_before)
-                shift = num_before - self._batches.current.processed
-                for counts in (self._batches.total, self._batches.current):
+                batches = self._trainer.fit_loop.epoch_loop.batch_progress
+                shift = num_before - batches.current.processed
+                for counts in (batches.total, batches.current):
                     for name in _COUNTS:
                         setattr(counts, name, getattr(counts, name) + shift)
         self._resumed = None
@@ -369,38 +375,32 @@ class EpochPosition(RunPart):
             self._filter = warnings.filters[0]
 
     def _continue_schedules(self, resumed: _Resumed, metrics: dict[str, float]) -> None:
-        """Have schedules that follow a metric step at the end of this epoch: Lightning leaves that out."""
-        trainer = self._trainer
+        """Have schedules take the steps that were due, and at the end of this epoch: Lightning leaves that out."""
+        trainer, module = self._trainer, self._trainer.lightning_module
         known_metrics(trainer).update({name: torch.tensor(it) for name, it in metrics.items()})
         mark_as_begun(trainer)
-        for config in trainer.lr_scheduler_configs if resumed.is_schedule_due else ():
-            is_due = config.interval == "epoch" and resumed.epoch % config.frequency == 0
-            if config.reduce_on_plateau and is_due and config.monitor in metrics:
-                trainer.lightning_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
+        for config in trainer.lr_scheduler_configs if module.automatic_optimization else ():
+            number = resumed.schedules_due.get((config.interval, config.reduce_on_plateau))
+            has_metric = config.monitor in metrics or not config.reduce_on_plateau
+            if number and number % config.frequency == 0 and has_metric:
+                module.lr_scheduler_step(config.scheduler, metrics.get(config.monitor))
 
     def begun(self) -> tuple[int, int]:
         """Return after how many samples, and how many batches, of its epoch this run goes on."""
         is_resumed = self._loaders and self._resumed_epoch == self._num_epochs_begun()
         return (self._loaders[0].begin, self._place_loaders()) if is_resumed else (0, 0)
 
-    @property
-    def _batches(self) -> Any:
-        return self._trainer.fit_loop.epoch_loop.batch_progress
-
     def _num_epochs_begun(self) -> int:
         return int(self._trainer.fit_loop.epoch_progress.current.started)
 
     def complete_step(self) -> None:
-        if self._filter is not None:
-            with suppress(ValueError):  # other code has removed it
-                warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-            self._filter = None
-        # Lightning counts this step later.
-        is_counted_later = self._trainer.lightning_module.automatic_optimization
+        if self._filter in warnings.filters:  # other code may have removed it
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+        is_automatic = self._trainer.lightning_module.automatic_optimization
         self._at_step = _Step(
             num_epochs=self._num_epochs_begun(),
-            num_batches=self._batches.current.ready,
-            number=self._trainer.global_step + 1 if is_counted_later else None,
+            num_batches=self._trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+            number=self._trainer.global_step + 1 if is_automatic else None,  # Lightning counts it later
         )
 
     def num_batches_trained(self) -> int | None:
@@ -413,7 +413,8 @@ class EpochPosition(RunPart):
         if last is None or last.num_epochs != self._num_epochs_begun():
             return 0
         # After the end of an epoch Lightning may begin another one without counting it.
-        return last.num_batches if last.num_batches <= self._batches.current.ready else 0
+        num_begun = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return last.num_batches if last.num_batches <= num_begun else 0
 
     def state(self) -> dict[str, Any] | None:
         """Return what goes into a checkpoint; `generators` of every rank, by rank."""

@@ -30,7 +30,7 @@ from lightning_utilities.core import rank_zero
 from lightning_utilities.core.imports import RequirementCache
 from omegaconf import OmegaConf
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lightning_bucketddp import BucketDDPStrategy
@@ -62,6 +62,7 @@ class Setting:
     is_manual: bool = False  # optimizes by itself
     validates_first: bool = False  # before the fit
     has_plateau: bool = False  # validates, with a loss that never gets smaller, which its learning rate follows
+    schedule: str | None = None  # its learning rate gets smaller after each `step` or `epoch`
     trainer: dict[str, Any] = field(default_factory=dict)
     global_batch_size: int | None = None
     num_epochs: int = 2
@@ -111,6 +112,7 @@ class Seeing(LightningModule):
         self.outcome.begun_at = self.trainer.global_step
 
     def on_train_epoch_start(self) -> None:
+        self._interrupt("on_train_epoch_start")
         self.outcome.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def _interrupt(self, hook: str, batch: int | None = None) -> None:
@@ -158,6 +160,9 @@ class Seeing(LightningModule):
         if self.setting.plans:
             assert self.trainer.estimated_stepping_batches > 0
         optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        if self.setting.schedule is not None:
+            falling = {"scheduler": ExponentialLR(optimizer, 0.5), "interval": self.setting.schedule}
+            return {"optimizer": optimizer, "lr_scheduler": falling}
         if not self.setting.has_plateau:
             return optimizer
         schedule = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
@@ -280,6 +285,16 @@ RESUMED = {
     "last batches": (
         Setting(num_epochs=3),
         [Interruption(6), Interruption(13, "optimizer_step"), Interruption(14)],
+    ),
+    # In a hook before the batches of an epoch, which counts the one before them.
+    "beginning of an epoch": (Setting(num_epochs=3), [Interruption(6, "on_train_epoch_start"), Interruption(15)]),
+    "schedule of steps": (
+        Setting(schedule="step"),
+        [Interruption(2, "optimizer_step"), Interruption(6, "optimizer_step")],
+    ),
+    "schedule of epochs": (
+        Setting(schedule="epoch"),
+        [Interruption(2, "optimizer_step"), Interruption(6, "optimizer_step")],
     ),
     "manual optimization": (Setting(is_manual=True), [Interruption(2, "optimizer_step"), Interruption(9)]),
     "validation": (
