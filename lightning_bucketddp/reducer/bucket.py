@@ -95,6 +95,23 @@ def _references_of_grad() -> int:
 _REFERENCES_OF_GRAD = _references_of_grad()
 
 
+def kept_by_others(gradients: Sequence[Any], places: Sequence[int]) -> list[int]:
+    """Return those `places` of `gradients` that somebody else has, too, or has in a tensor over their memory."""
+    references, [of_ours] = (list(map(sys.getrefcount, some)) for some in (gradients, [torch.zeros(1)]))
+    return [
+        place
+        for place in places
+        if references[place] > of_ours + _REFERENCES_OF_GRAD or _is_part_of_other(gradients[place])
+    ]
+
+
+def _is_part_of_other(gradient: Tensor) -> bool:
+    # What autograd has just made is neither written nor a view, and asking the storage costs more.
+    is_new = not (gradient._version or gradient._is_view())
+    # The gradient has a use of it, and the object that is asked another.
+    return not is_new and torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > 2
+
+
 class BufferedBucket:
     """Dense gradients of some parameters, side by side in one buffer.
 
@@ -126,6 +143,8 @@ class BufferedBucket:
         self._device = device
         layout = layout or BufferLayout.of(params)
         self._offsets = layout.offsets
+        # Members whose gradients somebody else has, too: those stay where they are, and get the mean there.
+        self._kept: list[int] = []
         self._empty = [position for position, param in enumerate(params) if not param.numel()]
         self._num_reals = layout.numel * (2 if self._dtype.is_complex else 1)
         self._num_flags = num_flags
@@ -177,8 +196,10 @@ class BufferedBucket:
             outside = [place for place in outside if grads[place] is not None]
         if outside:
             torch._foreach_copy_([views[place] for place in outside], [grads[place] for place in outside])
-        for param, grad, view in zip(params, grads, views, strict=True):
-            if grad is not view and grad is not None:
+        # Those that are divided among the ranks are nobody's.
+        self._kept = [] if self.sharding is not None else kept_by_others(grads, outside)
+        for place, (param, grad, view) in enumerate(zip(params, grads, views, strict=True)):
+            if grad is not view and grad is not None and place not in self._kept:
                 param.grad = view
         return missing
 
@@ -238,11 +259,16 @@ class BufferedBucket:
 
     def release(self) -> None:
         """End a backward: parameters get the reduced gradients, and no others are kept."""
+        for place in self._kept:
+            self.params[place].grad.copy_(self.views[place])  # type: ignore[union-attr]
 
     def clear(self) -> None:
         """Zero all gradients that the parameters have from this bucket."""
         # With the padding: some communication hooks would add up what is left there.
         self.wire.zero_()
+        for gradient in [self.params[place].grad for place in self._kept]:
+            if gradient is not None:
+                gradient.zero_()
 
 
 def gradient_strides(param: Tensor) -> tuple[int, ...]:

@@ -199,6 +199,43 @@ class GradientHooks(Regression):
         self.seen.append({name: float(norm) for name, norm in grad_norm(self, norm_type=2).items()})
 
 
+class FlatGradients(Regression):
+    """Has all gradients in one buffer of its own, which it reads, changes and zeroes at once."""
+
+    def on_train_start(self) -> None:
+        self.seen: list[float] = []
+        params = list(self.parameters())
+        self.flat = torch.zeros(sum(param.numel() for param in params))
+        for param, part in zip(params, self.flat.split([param.numel() for param in params]), strict=True):
+            param.grad = part.view_as(param)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.seen.append(float(self.flat.norm()))
+        self.flat *= 0.5
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        self.flat.zero_()
+
+
+class GradientsOfHooks(Regression):
+    """Reads and changes the gradients that a hook was given with their parameter."""
+
+    def on_train_start(self) -> None:
+        self.seen: list[list[float]] = []
+        self.noted: dict[Tensor, Tensor] = {}
+        for param in self.parameters():
+            param.register_post_accumulate_grad_hook(self.note)
+
+    def note(self, param: Tensor) -> None:
+        assert param.grad is not None
+        self.noted[param] = param.grad
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.seen.append([float(gradient.norm()) for gradient in self.noted.values()])
+        for gradient in self.noted.values():
+            gradient *= 0.5
+
+
 class OwnClipping(Regression):
     """Clips the first layer only."""
 
@@ -481,6 +518,9 @@ STYLES = {
     "gradients_replaced_while_accumulating": Program(
         lambda: GradientHooks(in_place=False), lambda: {"accumulate_grad_batches": 3}
     ),
+    "flat_gradients": Program(FlatGradients),
+    "flat_gradients_while_accumulating": Program(FlatGradients, lambda: {"accumulate_grad_batches": 3}),
+    "gradients_of_hooks": Program(GradientsOfHooks),
     "own_clipping": Program(OwnClipping),
     "clip_value": Program(
         Regression,
@@ -549,6 +589,8 @@ FEW = {
     *(
         "gradients_changed_in_place",
         "gradients_replaced_while_accumulating",
+        "flat_gradients_while_accumulating",
+        "gradients_of_hooks",
         "toggle_optimizer",
         "gan_that_accumulates",
     ),
