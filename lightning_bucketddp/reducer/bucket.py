@@ -84,25 +84,22 @@ class UseCounts:
         return max(references, default=0), max(uses, default=0)
 
 
-def _references_of_grad() -> int:
-    """Return how many references of Python there are to a tensor because it is a `.grad`: that depends on torch."""
-    param, gradient = torch.zeros(1, requires_grad=True, device="cpu"), torch.zeros(1, device="cpu")
-    before = sys.getrefcount(gradient)
-    param.grad = gradient
-    return sys.getrefcount(gradient) - before
+def _count_references() -> tuple[int, int]:
+    """Return Python's references to a tensor in a list, and how many more there are if it is a `.grad`, too."""
+    param, gradients = torch.zeros(1, requires_grad=True, device="cpu"), [torch.zeros(1, device="cpu")]
+    [in_list] = map(sys.getrefcount, gradients)
+    param.grad = gradients[0]
+    return in_list, max(map(sys.getrefcount, gradients)) - in_list
 
 
-_REFERENCES_OF_GRAD = _references_of_grad()
+# They depend on the versions of Python and torch.
+_REFERENCES_IN_LIST, _REFERENCES_OF_GRAD = _count_references()
 
 
 def kept_by_others(gradients: Sequence[Any], places: Sequence[int]) -> list[int]:
     """Return those `places` of `gradients` that somebody else has, too, or has in a tensor over their memory."""
-    references, [of_ours] = (list(map(sys.getrefcount, some)) for some in (gradients, [torch.zeros(1)]))
-    return [
-        place
-        for place in places
-        if references[place] > of_ours + _REFERENCES_OF_GRAD or _is_part_of_other(gradients[place])
-    ]
+    references, of_ours = list(map(sys.getrefcount, gradients)), _REFERENCES_IN_LIST + _REFERENCES_OF_GRAD
+    return [place for place in places if references[place] > of_ours or _is_part_of_other(gradients[place])]
 
 
 def _is_part_of_other(gradient: Tensor) -> bool:

@@ -112,9 +112,13 @@ class Guarded:
                     # The waiting process shows how one rank has ended, which may be another one.
                     log.error(wrap(f"bucketddp: a callback has failed when the run was over: {failure}"))
                     raise
+            # If this process ended with 0, as torch ends it after Ctrl-C, the parent would wait for a result for ever.
             if self.in_child and isinstance(error, KeyboardInterrupt):
-                # torch would end this process with 0, and the parent would wait for a result for ever.
                 raise SystemExit(_INTERRUPTED) from None
+            if self.in_child and isinstance(error, SystemExit) and not error.code:
+                where = self.strategy._progress.describe_origin(error)
+                log.error(wrap(f"bucketddp: rank {self.strategy.global_rank} has called `sys.exit()` in {where}."))
+                raise SystemExit(1) from None
             if self.in_child and isinstance(error, RankFailedError):
                 # torch shows the arguments of this error, if it is the first.
                 error.args = (f"{error}{error.stack}",)
@@ -169,8 +173,7 @@ class ReplaceableProcesses(ProcessContext):
         assert not join  # Lightning joins them
         self._start = partial(_start_rank, function, args, start_method)
         started = [self._start(rank) for rank in range(nprocs)]
-        processes, error_files = [it.processes[0] for it in started], [it.error_files[0] for it in started]
-        super().__init__(processes, error_files)  # type: ignore[no-untyped-call]
+        super().__init__([it.processes[0] for it in started], [it.error_files[0] for it in started])  # type: ignore[no-untyped-call]
         self._num_left = at_most
 
     def join(self, timeout: float | None = None, *args: Any, **options: Any) -> bool:  # torch 2.5 has no `grace_period`

@@ -75,7 +75,10 @@ EVERY_KIND = [
     ("start_method", "faults"),
     [
         ("popen", EVERY_KIND),
-        ("fork", [fault("raise", rank=0, step=1), fault("kill", step=3)]),  # what a launcher has to do with
+        (
+            "fork",
+            [fault("raise", rank=0, step=1), fault("kill", step=3), fault("exit with 0", step=5)],
+        ),  # what a launcher has to do with
         *(pytest.param(method, EVERY_KIND, marks=pytest.mark.long) for method in ("fork", "spawn")),
     ],
     ids=["popen", "fork", "fork_every_kind", "spawn"],
@@ -93,7 +96,7 @@ def test_a_run_goes_on_after_every_kind_of_fault(
     assert len({attempt["pid"] for attempt in attempts[0]}) == 1
     pids = [attempt["pid"] for attempt in attempts[1]]
     is_new = [pid != before for before, pid in itertools.pairwise(pids)]
-    assert is_new == [fault["what"] in ("kill", "exit") for fault in faults]
+    assert is_new == [fault["what"] in ("kill", "exit", "exit with 0") for fault in faults]
     assert finished.output.count("bucketddp: restart ") == len(faults)
     [record] = (tmp_path / ".bucketddp" / "runs").glob("*.json")
     restarts = json.loads(record.read_text())["restarts"]
