@@ -35,7 +35,7 @@ TORCH: list[tuple[object, str]] = [
     (torch.nn.parallel.DistributedDataParallel, "_active_ddp_module"),
     (torch.UntypedStorage, "_cdata"),
     (torch._C, "_storage_Use_Count"),
-    (torch.Tensor, "_backward_hooks _indices _post_accumulate_grad_hooks _use_count _values _version"),
+    (torch.Tensor, "_backward_hooks _indices _is_view _post_accumulate_grad_hooks _use_count _values _version"),
     (torch.optim.Optimizer, "_process_value_according_to_param_policy"),
     (torch.optim.SGD([torch.zeros(1)]), "_optimizer_step_post_hooks _optimizer_step_pre_hooks"),
     (torch.nn.Module(), "_backward_pre_hooks _buffers _forward_hooks _forward_pre_hooks _non_persistent_buffers_set"),
