@@ -75,9 +75,9 @@ class UseCounts:
         """Return the largest of both counts; `places`: of these, which no parameter has as its `.grad`."""
         references = list(map(sys.getrefcount, self._gradients))
         uses = list(map(torch._C._storage_Use_Count, self._addresses))
-        if places is not None:
+        if places is not None and len(places) < len(uses):
             references, uses = [references[place] for place in places], [uses[place] for place in places]
-        elif _REFERENCES_OF_GRAD:
+        elif places is None and _REFERENCES_OF_GRAD:
             pairs = zip(self._params, self._gradients, strict=True)
             held = [_REFERENCES_OF_GRAD * (param.grad is gradient) for param, gradient in pairs]
             references = [number - of_grad for number, of_grad in zip(references, held, strict=True)]
