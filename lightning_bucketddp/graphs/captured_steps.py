@@ -260,10 +260,8 @@ class CapturedSteps(RunPart):
         strategy.weigh(torch.ones(()))  # counts the batch; the factor itself is in the graph
         weighting, syncs = self._reducer.weighting, self._reducer.is_synchronised
         # Otherwise gradients need not be set to None first: the replay overwrites them.
-        sees_earlier = self._reducer.maker is not None or (
-            weighting is not None and weighting.looks_at_earlier(syncs=syncs)
-        )
-        if closure.zero_grad is not None and sees_earlier:
+        sees_earlier = weighting is not None and weighting.looks_at_earlier(syncs=syncs)
+        if closure.zero_grad is not None and (sees_earlier or self._reducer.maker is not None):
             closure.zero_grad()
 
         def run() -> None:

@@ -30,7 +30,7 @@ class CUDAGraph:
 
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        self._pool = pool
+        self.pool = pool
         # Held while the graph is used: an abort, in another thread, resets it.
         self._use = threading.Lock()
 
@@ -43,7 +43,7 @@ class CUDAGraph:
         gc.collect()
         try:
             # `thread_local`: meanwhile NCCL's watchdog queries its events, and loaders pin memory.
-            with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
                 return body()
         except BaseException:
             # torch leaves the generator in its capturing state.
@@ -70,12 +70,11 @@ def new_graph(device: torch.device) -> Callable[[], CUDAGraph] | None:
     if device.type != "cuda":
         return None
     graphs: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()
-    pools: list[Any] = []
 
     def make() -> CUDAGraph:
-        if not graphs:  # a pool ends with its last graph, also if somebody has a tensor in it
-            pools[:] = [torch.cuda.graph_pool_handle()]
-        graphs.add(graph := CUDAGraph(pools[0]))
+        # A pool ends with its last graph, also if somebody has a tensor in it.
+        pool = next((graph.pool for graph in graphs), None) or torch.cuda.graph_pool_handle()
+        graphs.add(graph := CUDAGraph(pool))
         return graph
 
     return make
@@ -96,6 +95,8 @@ class GradientMemory:
         buckets = [] if bucket_set is None else bucket_set.buckets
         self._wires = [(bucket, bucket.wire) for bucket in buckets if isinstance(bucket, BufferedBucket)]
         views = {id(view) for bucket, _ in self._wires for view in bucket.views}
+        for bucket, _ in self._wires:
+            bucket.graphs.add(self)
         self._params = params
         self._gradients = references_to(params)
         self._own = [(param, param.grad) for param in params if param.grad is not None and id(param.grad) not in views]

@@ -10,6 +10,7 @@ Note: memory between steps
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,6 +149,7 @@ class BufferedBucket:
         self.num_bytes = (self._num_reals + num_flags) * self._dtype.to_real().itemsize
         self._gives_back = gives_back and self.num_bytes >= _GIVE_BACK_FROM_BYTES
         self._has_whole_storage = may_be_resized or self._gives_back
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # which write to this memory in each replay
         self._has_padding = sum(param.numel() for param in params) < layout.numel
         self._allocate()
         self.count_uses()
@@ -242,7 +244,7 @@ class BufferedBucket:
         if not (self._gives_back and self.params and self._storage.nbytes()) or self.params[0].grad is not None:
             return
         is_empty = all(param.grad is None for param in self.params)
-        if is_empty and not self.is_used():
+        if is_empty and not self.graphs and not self.is_used():
             self._storage.resize_(0)
 
     def zero(self, positions: Sequence[int]) -> None:

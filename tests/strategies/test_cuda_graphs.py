@@ -32,11 +32,12 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from lightning_bucketddp import BucketDDPMonitor, BucketDDPStrategy
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.commands.report import page_content, typical_step_of
 from lightning_bucketddp.config import LocalSteps
 from lightning_bucketddp.recording.schema import find_folder, read_run
 from lightning_bucketddp.recording.summary import Summary
-from lightning_bucketddp.reducer import nonfinite
+from lightning_bucketddp.reducer import bucket, bucket_set, nonfinite
 from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
 from lightning_bucketddp.sharding.gradient import ShardedGradient
 from lightning_bucketddp.strategies import fit_state
@@ -61,7 +62,7 @@ class RunAgain:
     """Stands for a graph: runs what was captured again, and writes what comes out where it was the first time.
 
     Attributes of `module` have the values then that they had when it was captured: a graph knows no others. What Python
-    knows of buckets and gradients stays what it is.
+    knows of buckets and gradients stays what it is. Their memory must be where it was.
     """
 
     def __init__(self, module: Any) -> None:
@@ -70,6 +71,7 @@ class RunAgain:
 
     def capture(self, body: Callable[[], Any]) -> Any:
         self._body, self._step = body, body()
+        self._addresses = self._addresses_of_gradients()
         # A function stays what it is, and so does what a method belongs to.
         memo = {id(value): value for _, _, value in attributes_of(self._module) if callable(value)}
         self._attributes = [(own, key, copy.deepcopy(it, memo)) for own, key, it in attributes_of(self._module)]
@@ -81,6 +83,7 @@ class RunAgain:
         if self._has_run:
             self._has_run = False
             return
+        assert self._addresses_of_gradients() == self._addresses
         now = attributes_of(self._module)
         for own, key, value in self._attributes:
             own[key] = value
@@ -97,11 +100,15 @@ class RunAgain:
                 if before is not None:
                     before.data.copy_(now)
 
+    def _addresses_of_gradients(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [0 if one is None else one.data_ptr() for one in self._step.gradients.tensors()]
+
     @contextmanager
     def _python_kept(self) -> Iterator[None]:
         reducer: Any = self._module.trainer.strategy.reducer
-        bucket_set = self._step.backward.bucket_set
-        buckets = [] if bucket_set is None else bucket_set.buckets
+        captured = self._step.backward.bucket_set
+        buckets = [] if captured is None else captured.buckets
         before = [(one, dict(vars(one))) for one in (reducer, reducer.finiteness, *buckets)]
         # Buckets take other memory if we hold their views.
         gradients = self._step.gradients.tensors()
@@ -121,6 +128,17 @@ def graphs_to_run(module: nn.Module, graph: type[RunAgain] = RunAgain) -> Iterat
     """Have something in the place of graphs of `module`, where there are none."""
     on_cpu = patch.object(fit_state, "new_graph", lambda _: partial(graph, module))
     with on_cpu if device().type == "cpu" else nullcontext():
+        yield
+
+
+@contextmanager
+def like_large_buckets_on_a_gpu() -> Iterator[None]:
+    """Have buckets give their memory back inside, and no group hold tensors, as those of gloo do."""
+    with (
+        patch.object(bucket_set, "_GIVE_BACK_ON", (device().type,)),
+        patch.object(bucket, "_GIVE_BACK_FROM_BYTES", 0),
+        patch.object(Collectives, "_hold", lambda _, *tensors: tensors),
+    ):
         yield
 
 
@@ -470,6 +488,7 @@ class Program:
     is_alike: bool = False  # on a CPU, where others show as much
     of_several_ranks: bool = False
     all_alone: bool = False  # each gradient is treated as a large one
+    gives_back: bool = False  # buckets have memory only for gradients, as large ones do on a GPU
 
 
 def line_in(module: type[LightningModule]) -> str:
@@ -513,6 +532,11 @@ PROGRAMS = {
     "compiled": Program(Compiled, needs_gpu=True),
     "not_looking_for_nonfinite": Program(options={"on_nonfinite": None}),
     "unequal_batches": Program(data=unequal_batches, is_alike=True),
+    "giving_back": Program(gives_back=True, data=unequal_batches),
+    "giving_back_sharded": Program(options={"shard_optimizer": True}, gives_back=True, data=unequal_batches),
+    "giving_back_accumulating": Program(
+        trainer={"accumulate_grad_batches": 3, "max_epochs": 5}, gives_back=True, data=unequal_batches, num_replayed=5
+    ),
     "heated": Program(callbacks=lambda: [Heating()]),
     "local_steps": Program(options={"local_steps": LocalSteps(3, "rank")}),
     "sharded": Program(options={"shard_optimizer": True}, trainer={"gradient_clip_val": 0.1}),
@@ -585,6 +609,7 @@ def train(*, program: str, captures: bool) -> dict[str, Any]:
     )
     with (
         graphs_to_run(module),
+        like_large_buckets_on_a_gpu() if known.gives_back else nullcontext(),
         patch.dict(_ALONE_FROM_BYTES, dict.fromkeys(_ALONE_FROM_BYTES if known.all_alone else (), 0)),
         patch.object(fit_state, "rank_zero_info", lines.append),
         patch.object(nonfinite.log, "warning", warnings.append),
