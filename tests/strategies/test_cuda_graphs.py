@@ -519,10 +519,12 @@ PROGRAMS = {
         Rooted, options={"on_nonfinite": "warn", "bucket_cap_mb": 1}, callbacks=lambda: [Zeroes()]
     ),
     "skipping_nonfinite_of_unequal_batches": Program(
-        options={"on_nonfinite": "skip"}, callbacks=lambda: [Poison()], data=unequal_batches
+        options={"on_nonfinite": "skip"}, callbacks=lambda: [Poison()], data=unequal_batches, is_alike=True
     ),
     "keeping_gradients": Program(callbacks=lambda: [KeepsGradients(lambda gradient: gradient)], num_replayed=5),
-    "keeping_aliases_of_gradients": Program(callbacks=lambda: [KeepsGradients(Tensor.detach)], num_replayed=5),
+    "keeping_aliases_of_gradients": Program(
+        callbacks=lambda: [KeepsGradients(Tensor.detach)], num_replayed=5, is_alike=True
+    ),
     "keeping_gradients_alone": Program(
         callbacks=lambda: [KeepsGradients(Tensor.detach)], num_replayed=5, all_alone=True
     ),
@@ -535,7 +537,11 @@ PROGRAMS = {
     "giving_back": Program(gives_back=True, data=unequal_batches),
     "giving_back_sharded": Program(options={"shard_optimizer": True}, gives_back=True, data=unequal_batches),
     "giving_back_accumulating": Program(
-        trainer={"accumulate_grad_batches": 3, "max_epochs": 5}, gives_back=True, data=unequal_batches, num_replayed=5
+        trainer={"accumulate_grad_batches": 3, "max_epochs": 5},
+        gives_back=True,
+        data=unequal_batches,
+        num_replayed=5,
+        is_alike=True,
     ),
     "heated": Program(callbacks=lambda: [Heating()]),
     "local_steps": Program(options={"local_steps": LocalSteps(3, "rank")}),
