@@ -259,6 +259,8 @@ class BufferedBucket:
     def release(self) -> None:
         """End a backward: parameters get the reduced gradients, and no others are kept."""
         for place in self._kept:
+            if self.params[place].grad is None:
+                self.attach(place)  # a hook has dropped it
             self.params[place].grad.copy_(self.views[place])  # type: ignore[union-attr]
 
     def clear(self) -> None:

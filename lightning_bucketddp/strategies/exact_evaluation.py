@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +24,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from lightning_bucketddp.checkpoint.checkpoint_io import safe_globals_allowed
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.data.evaluation import Part, divided, share_of
 from lightning_bucketddp.part import RunPart
@@ -280,11 +278,5 @@ def _receive(hosts: Collectives, *, source: int) -> Any:
     hosts.receive(size, source=source)
     raw = torch.empty(int(size), dtype=torch.uint8)
     hosts.receive(raw, source=source)
-    buffer = io.BytesIO(raw.numpy().tobytes())
-    try:
-        with safe_globals_allowed():
-            return torch.load(buffer, weights_only=True)
-    except pickle.UnpicklingError:
-        # An object of the user's. It comes from a process of the same run, which is trusted.
-        buffer.seek(0)
-        return torch.load(buffer, weights_only=False)
+    # From a process of the same run, which is trusted, and may send objects of the user's.
+    return torch.load(io.BytesIO(raw.numpy().tobytes()), weights_only=False)

@@ -229,6 +229,8 @@ class GradientsOfHooks(Regression):
     def note(self, param: Tensor) -> None:
         assert param.grad is not None
         self.noted[param] = param.grad
+        if param is self.layers[0].weight and self.global_step > 2:
+            self.layers[-1].weight.grad = None  # it is on its way
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.seen.append([float(gradient.norm()) for gradient in self.noted.values()])
