@@ -46,7 +46,7 @@ class Small(Layers):
 
 class Large(Layers):
     def __init__(self) -> None:
-        super().__init__(number=8, width=8192)
+        super().__init__(number=8, width=4096)
 
 
 @like_torchrun()
