@@ -125,10 +125,13 @@ def saved_progress(checkpoint: Mapping[str, Any]) -> SavedProgress | None:
     return SavedProgress(loop["epoch_progress"], loop["epoch_loop.batch_progress"], optimizers["step"])
 
 
-def mark_as_begun(trainer: Trainer) -> None:
-    """Have a resumed fit end its epoch like any other: with a step of the schedules that follow a metric."""
+def mark_as_begun(trainer: Trainer, *, lacks_metrics: bool) -> None:
+    """Have a resumed fit begin or end its epoch like any other, with a step of schedules unless it `lacks_metrics`."""
+    is_over = trainer.fit_loop.epoch_progress.current.completed == trainer.fit_loop.epoch_progress.current.ready
     known(trainer.fit_loop, "_restarting")
-    trainer.fit_loop._restarting = False
+    trainer.fit_loop._restarting = lacks_metrics and not is_over
+    if is_over:
+        trainer.fit_loop.epoch_loop.restarting = False
 
 
 # Logging.

@@ -226,23 +226,21 @@ class EpochPosition(RunPart):
         has_stepped_alone = batches["current"]["processed"] < num_batches  # without the schedules: an exception came
         # Those that follow a metric: after `on_train_epoch_end`, in which a `ModelCheckpoint` may save.
         is_epoch_ending = epochs["completed"] < epochs["processed"] == epochs["started"]
-        for counts in (epochs, progress.epochs["total"]):
-            counts["ready"] = counts["started"]  # in `on_train_epoch_start`, after which Lightning would end the epoch
         _set_counts(batches, num_batches)
         if saved["step"] == progress.optimizer_steps["total"]["completed"] + 1:
             # It was taken, but interrupted before Lightning counted it.
             for counts in progress.optimizer_steps.values():
                 counts["completed"] += 1
         is_counted = epochs["started"] == epochs["processed"]
-        if is_end and not is_counted and batches["current"]["completed"] < num_batches and trainer.max_steps == -1:
-            # As if saved at the end of the epoch. Otherwise Lightning does not count the next one as begun.
-            for name in ("current", "total"):
-                progress.epochs[name]["processed"] += 1
-                batches[name]["completed"] += 1
-            is_counted = True
+        is_over = is_end and (is_counted or batches["current"]["completed"] < num_batches)  # or a validation is left
+        for name, counts in progress.epochs.items():
+            counts["ready"] = counts["started"]  # in `on_train_epoch_start`, after which Lightning would end the epoch
+            if is_over:  # Otherwise Lightning ends it again, or does not count the next one as begun.
+                counts["completed"] = counts["processed"] = counts["started"]
+                batches[name]["completed"] = batches[name]["processed"]
         self._at_step = _Step(epochs["started"], num_batches, saved["step"])
         self._resumed_epoch = None if is_end else epochs["started"]
-        epoch = epochs["processed"] + (is_end and not is_counted)
+        epoch = epochs["processed"] + (is_end and not is_over)
         due = {("step", False): num_batches, ("epoch", False): epoch if is_end else 0} if has_stepped_alone else {}
         due |= {("epoch", True): epoch} if is_epoch_ending else {}
         self._resumed = _Resumed(epoch, 0 if is_end else num_batches, is_end, due, saved)
@@ -378,7 +376,8 @@ class EpochPosition(RunPart):
         """Have schedules take the steps that were due, and at the end of this epoch: Lightning leaves that out."""
         trainer, module = self._trainer, self._trainer.lightning_module
         known_metrics(trainer).update({name: torch.tensor(it) for name, it in metrics.items()})
-        mark_as_begun(trainer)
+        followed = {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
+        mark_as_begun(trainer, lacks_metrics=resumed.is_end_of_epoch and not followed <= metrics.keys())
         for config in trainer.lr_scheduler_configs if module.automatic_optimization else ():
             number = resumed.schedules_due.get((config.interval, config.reduce_on_plateau))
             has_metric = config.monitor in metrics or not config.reduce_on_plateau
@@ -412,9 +411,7 @@ class EpochPosition(RunPart):
             return None  # the user calls the optimizer's own `step`, which is not noticed
         if last is None or last.num_epochs != self._num_epochs_begun():
             return 0
-        # After the end of an epoch Lightning may begin another one without counting it.
-        num_begun = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return last.num_batches if last.num_batches <= num_begun else 0
+        return last.num_batches
 
     def state(self) -> dict[str, Any] | None:
         """Return what goes into a checkpoint; `generators` of every rank, by rank."""

@@ -225,7 +225,7 @@ def test_counts_of_a_fit_and_of_its_checkpoint_and_that_a_resumed_one_has_begun(
 
     def mark(trainer: Any) -> None:
         before = trainer.fit_loop.restarting
-        internals.mark_as_begun(trainer)
+        internals.mark_as_begun(trainer, lacks_metrics=False)
         marks.append((before, trainer.fit_loop.restarting))
 
     fit(root, observe)

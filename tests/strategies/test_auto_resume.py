@@ -62,6 +62,7 @@ class Setting:
     is_manual: bool = False  # optimizes by itself
     validates_first: bool = False  # before the fit
     has_plateau: bool = False  # validates, with a loss that never gets smaller, which its learning rate follows
+    follows: str = "loss"  # or "of training", the mean loss of an epoch
     schedule: str | None = None  # its learning rate gets smaller after each `step` or `epoch`
     trainer: dict[str, Any] = field(default_factory=dict)
     global_batch_size: int | None = None
@@ -130,6 +131,8 @@ class Seeing(LightningModule):
         if self.setting.scores:
             self.log("score", self.setting.scores[self.global_step])
         loss: Tensor = self.layer(numbers.view(-1, 1) / 100).square().mean()
+        if self.setting.follows == "of training":
+            self.log("of training", loss, on_step=False, on_epoch=True, sync_dist=True)
         if self.setting.is_manual:
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()
@@ -166,7 +169,7 @@ class Seeing(LightningModule):
         if not self.setting.has_plateau:
             return optimizer
         schedule = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": self.setting.follows}}
 
 
 def make_loader(setting: Setting) -> Any:
@@ -306,6 +309,18 @@ RESUMED = {
     "number of steps": (
         Setting(trainer={"max_steps": 14}),
         [Interruption(6, "on_train_batch_end"), Interruption(8), Interruption(10)],
+    ),
+    # Lightning ends the last epoch once more, and takes the order of samples of the next one but one.
+    "number of steps, saved after epochs": (
+        Setting(
+            saves=True,
+            saves_on_exception=False,
+            checkpoints={"every_n_train_steps": None, "save_on_train_epoch_end": True},
+            has_plateau=True,
+            trainer={"max_steps": 21},
+            num_epochs=3,
+        ),
+        [Interruption(7), Interruption(14)],
     ),
 }
 
@@ -569,3 +584,12 @@ def test_a_run_that_is_interrupted_in_each_epoch_lowers_its_rate(saving: dict[st
     for num_batches in (6, 6) if saving else (2, 4):
         rates_of_start("disturbed", Interruption(num_batches, "this start"))
     assert rates_of_start("disturbed")[-1] == pytest.approx(0.01)
+
+
+def test_a_schedule_that_follows_the_loss_of_training_does_without_it_after_the_last_validation(tmp_path: Path) -> None:
+    saves = {**SAVES_ALONE, "checkpoints": {**EACH, "save_on_train_epoch_end": False}}
+    setting = Setting(has_plateau=True, follows="of training", **saves)
+    ranks = run_on_ranks(interrupt_and_resume, directory=tmp_path, setting=setting, interruptions=[Interruption(7)])
+    for undisturbed, [_, resumed] in ranks:
+        assert resumed.begun_at == 7
+        assert resumed.seen == {1: undisturbed.seen[1]}
