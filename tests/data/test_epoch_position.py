@@ -31,7 +31,6 @@ from torch.utils.data import (
 )
 
 from lightning_bucketddp.data.epoch_position import EpochPosition
-from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from tests.support.scripts.evaluations import ByParity
 
@@ -124,7 +123,7 @@ def make_loaders(job: Job, start: Start, rank: int) -> list[Any]:
 class Rank:
     """One rank of one start."""
 
-    def __init__(self, job: Job, start: Start, rank: int, *, global_size: int | None) -> None:
+    def __init__(self, job: Job, start: Start, rank: int) -> None:
         self.job, self.start = job, start
         self.seen: list[list[int]] = [[] for _ in range(NUM_EPOCHS)]
         self.num_batches = 0
@@ -137,7 +136,7 @@ class Rank:
             state=SimpleNamespace(fn="fit"),
             world_size=start.num_ranks,
             global_rank=rank,
-            accumulate_grad_batches=1 if global_size else job.accumulate,
+            accumulate_grad_batches=job.accumulate,
             max_steps=-1,
             callbacks=[],
             lightning_module=SimpleNamespace(automatic_optimization=True),
@@ -149,8 +148,6 @@ class Rank:
         )
         self.trainer = trainer
         self.position = EpochPosition(is_on=True)
-        self.batch_size = GlobalBatchSize(global_size, weighs=True, begun=self.position.begun)
-        self.batch_size.begin(self.trainer)
         self.position.begin(self.trainer)
         self.sharding = IterableSharding(rank=rank, world_size=start.num_ranks, warn=pytest.fail)
 
@@ -163,7 +160,6 @@ class Rank:
         self.num_steps = optimizer["step"]["total"]["completed"]
 
     def run(self, loaders: list[Any], checkpoint: dict[str, Any] | None) -> None:
-        self.batch_size.begin_loaders()
         self.position.begin_loaders()
         self.loaders = [self._prepare(loader) for loader in loaders]
         combined = CombinedLoader(self.loaders if len(loaders) > 1 else self.loaders[0], self.job.mode)  # type: ignore[arg-type]
@@ -187,7 +183,7 @@ class Rank:
             is_first = False
 
     def _prepare(self, loader: Any) -> Any:
-        for part in (self.batch_size, self.sharding, self.position):
+        for part in (self.sharding, self.position):
             loader = part.prepare_loader(loader, is_training=True)
         return loader
 
@@ -267,13 +263,12 @@ class Rank:
         return saved
 
 
-def run_program(job: Job, starts: list[Start], *, global_sizes: list[int] | None = None) -> list[list[Rank]]:
+def run_program(job: Job, starts: list[Start]) -> list[list[Rank]]:
     """All ranks of all starts, each of which resumes from what rank 0 of the one before has saved."""
     outcome: list[list[Rank]] = []
     saved: list[dict[str, Any]] = []
     for number, start in enumerate(starts):
-        size = None if global_sizes is None else global_sizes[number]
-        ranks = [Rank(job, start, rank, global_size=size) for rank in range(start.num_ranks)]
+        ranks = [Rank(job, start, rank) for rank in range(start.num_ranks)]
         generators = [one["bucketddp"]["position"]["generators"] for one in saved]
         for rank in ranks:
             torch.default_generator.manual_seed(7 + number)  # a restart draws other numbers; ranks draw the same
@@ -378,23 +373,6 @@ def test_another_number_of_ranks_leaves_out_no_sample(program: tuple[Job, list[S
 
 
 @settings(max_examples=50, deadline=None)
-@given(programs(changes_ranks=True, changes_batches=True), st.lists(st.integers(1, 3), min_size=3, max_size=3))
-def test_a_global_batch_size_that_changes_leaves_out_no_sample(
-    program: tuple[Job, list[Start]], factors: list[int]
-) -> None:
-    job, starts = replace(program[0], kind="distributed", limit=None), program[1]
-    global_sizes = [start.num_ranks * factor for start, factor in zip(starts, factors, strict=False)]
-    outcome = run_program(job, starts, global_sizes=global_sizes)
-    for epoch in range(NUM_EPOCHS):
-        ours = trained(outcome, epoch)
-        padding = max(start.num_ranks for start in starts) - 1
-        # A step that would have been dropped, so that none is left, may be seen again.
-        step = max(global_sizes) if job.drop_last else 0
-        assert ours.total() - len(ours) <= padding + sum(step + start.num_ranks - 1 for start in starts[1:])
-        assert len(ours) > job.num_samples - (2 * step + padding if job.drop_last else 1)
-
-
-@settings(max_examples=50, deadline=None)
 @given(programs(changes_ranks=False, changes_batches=True), st.integers(1, 30), st.sampled_from(MODES))
 def test_loaders_beside_each_other_go_on_each_with_its_own_samples(
     program: tuple[Job, list[Start]], num_others: int, mode: str
@@ -409,9 +387,3 @@ def test_loaders_beside_each_other_go_on_each_with_its_own_samples(
                     assert in_order(outcome, epoch, rank) == alone.seen[epoch]
             elif mode != "min_size":  # which ends with the shorter one
                 assert trained(outcome, epoch).keys() == trained([undisturbed], epoch).keys()
-
-
-def test_a_rank_with_fewer_samples_of_a_stream_counts_as_many_batches() -> None:
-    job = Job(kind="sized stream", num_samples=21)  # 6 batches on rank 0, and 5 on rank 1
-    outcome = run_program(job, [Start(stop=3), Start(stop=1)])
-    assert [rank.position.begun() for rank in outcome[-1]] == [(6, 3)] * 2

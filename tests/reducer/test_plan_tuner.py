@@ -253,7 +253,7 @@ def test_training_across_changes_equals_torch_ddp_and_the_better_plan_stays(trai
         assert ranks[0].description == "12 parameter tensors in 1 bucket (2.07 MiB), computed"
 
 
-@pytest.mark.parametrize("freezes_at", [CHANGED_AT - 2, CHANGED_AT, SETTLED_AT + 1])
+@pytest.mark.parametrize("freezes_at", [CHANGED_AT - 2, SETTLED_AT + 1])
 def test_a_layer_that_is_frozen_meanwhile_begins_anew(freezes_at: int) -> None:
     steps = freezes_at + CHANGED_AT + 2
     ranks = run_on_ranks(train_beside_torch_ddp, training=Training(steps=steps, freezes_at=freezes_at))
@@ -354,8 +354,6 @@ def test_plans_that_must_not_depend_on_time_do_not_and_a_deterministic_one_is_th
         {"bucket_cap_mb": 25},
         {"overlap": False},
         {"comm_hook": default_hooks.allreduce_hook},
-        {"bucket_cap_mb": None},
-        {"bucket_cap_mb": [1.0, 5.0]},
     ):
         for rank in run_on_ranks(train_with, **options):
             assert rank.plans == [rank.plans[0]] * 20, options
@@ -364,27 +362,10 @@ def test_plans_that_must_not_depend_on_time_do_not_and_a_deterministic_one_is_th
     assert first_plans[0] == first_plans[1]
 
 
-@on_ranks()
-def test_a_rank_alone_has_nothing_to_tune() -> None:
-    """Each rank in a world of its own."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    model = Layers().to(device())
-    collectives = Collectives(device(), group=groups[dist.get_rank()])
-    # With the default a rank that is alone would have no plan at all.
-    config = ReducerConfig(on_nonfinite="raise")
-    reducer = Reducer(Replicas(model, collectives), config, clock=VirtualNetwork())
-    for step in range(20):
-        _step(reducer, model, model, step)
-        assert len(_plan(reducer)) == 3
-    assert (reducer.stats.num_plans, reducer.profile) == (1, None)
-    reducer.close()
-
-
 # --- With the clock of the machine
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, pytest.param("bf16", marks=pytest.mark.long)])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "reduce_dtype"), [(2, None), (3, "bf16")])
 def test_real_measurements_settle_in_time(world_size: int, reduce_dtype: str | None) -> None:
     ranks = run_on_ranks(train_with, world_size=world_size, virtual=False, reduce_dtype=reduce_dtype)
     for rank in ranks:
@@ -402,7 +383,7 @@ def test_real_measurements_settle_in_time(world_size: int, reduce_dtype: str | N
     assert profile.cost.seconds(2**20) > 0
 
 
-@pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"])
+@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
 def test_what_was_decided_is_shown_to_who_has_configured_no_logging(root: str, tmp_path: Path) -> None:
     lines, on_rank_one = run_on_ranks(lines_on_terminal, root=root, directory=str(tmp_path))
     start, decision = lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import weakref
 from collections import Counter
 from contextlib import nullcontext
@@ -17,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_bucketddp.reducer.bucket import BufferedBucket, LateGradientError
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.replicas.replicas import ReplicaMismatchError
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
 from tests.support.jobs.models import WIDTH, Branches, Checkpointed, batch, mlp, partly_frozen
@@ -245,20 +243,6 @@ def test_strides_follow_the_parameter() -> None:
 
 
 @on_ranks()
-def test_copies_and_the_module_of_a_closed_reducer_carry_nothing_of_ours() -> None:
-    model = _model()
-    reducer = build_reducer(model)
-    _backward(reducer, model(batch(0, 0)).sum())
-    for module in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
-        if module is model:
-            reducer.close()
-        with all_reduced() as reduced:
-            module(batch(0, 1)).sum().backward()
-        assert not reduced
-        assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
-
-
-@on_ranks()
 def test_weights_and_buffers_come_from_rank_zero() -> None:
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device())
@@ -389,16 +373,6 @@ def test_a_late_gradient_is_refused_and_without_overlap_none_is_late() -> None:
                 assert_mean(model, reducer, differentiate)
         else:
             assert_mean(model, reducer, differentiate)
-
-
-@on_ranks()
-def test_freezing_on_one_rank_only_is_refused() -> None:
-    model = _model()
-    reducer = build_reducer(model)
-    model[2].weight.requires_grad_(dist.get_rank() != 1)
-    expected = "`2.weight` has requires_grad True on rank 0 but False on rank 1."
-    with pytest.raises(ReplicaMismatchError, match=expected), reducer.backward():
-        model(batch(0, 0)).sum().backward()
 
 
 @on_ranks()

@@ -72,11 +72,6 @@ class Failing(models.Regression):
         return super().training_step(batch)
 
 
-class FetchesItself(models.Regression):
-    def training_step(self, dataloader_iter: Any) -> Tensor:
-        return self.loss(next(dataloader_iter)[0])
-
-
 class Wide(models.Regression):
     """Has 1.5 MiB of weights, and AdamW."""
 
@@ -91,14 +86,12 @@ class Wide(models.Regression):
 MODELS: dict[str, Any] = {
     "wide": Wide,
     "regression": models.Regression,
-    "manual": models.ManualRegression,
     "two_players": models.TwoPlayers,
     "lbfgs": models.LBFGSRegression,
     "unused": lambda: models.SpareLayer(used_on=()),
     "slow_rank": SlowRank,
     "skipping": Skipping,
     "failing": Failing,
-    "fetches_itself": FetchesItself,
 }
 
 
