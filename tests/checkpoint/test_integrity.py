@@ -94,13 +94,6 @@ def test_a_file_that_is_no_checkpoint_is_named(content: bytes, damage: str, tmp_
     assert refusal_of(path) == f"{damage}. {NONE_BESIDE}"
 
 
-def test_a_path_that_is_not_a_file_is_no_damage(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"Checkpoint file not found: .*/absent.ckpt"):
-        load(tmp_path / "absent.ckpt")
-    with pytest.raises(IsADirectoryError):
-        load(tmp_path)
-
-
 # --- Flipped bits
 
 

@@ -48,12 +48,6 @@ def test_predictions_follow_from_the_profile() -> None:
     assert (sizes["optimum"]["buckets"], sizes["optimum"]["exposed"]) == (3, pytest.approx(2500))
 
 
-def test_the_optimum_is_as_good_as_any_size() -> None:
-    profile = Profile(PROFILE.specs, [0.1, 0.2, 3.0, 4.0], 4.0, AllReduceCost(0.05, 0.4 / MIB), num_ranks=2)
-    sizes = sizes_of(profile, "dc", "ba")
-    assert sizes["optimum"]["exposed"] <= min(prediction["exposed"] for prediction in sizes["byCap"])
-
-
 def test_a_plan_of_other_parameters_is_not_predicted() -> None:
     assert sizes_of(PROFILE, "dc", "bx")["current"] is None
     assert sizes_of(PROFILE, "dc")["current"] is None

@@ -192,15 +192,13 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
     assert setting.startswith("GLOO_SOCKET_IFNAME=nosuch0, but there is no such interface. Set it to one of ")
 
 
-@pytest.fixture(params=["gloo", pytest.param("cpu:gloo,cuda:nccl", marks=pytest.mark.long)])
-def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ProbeGroup:
-    """One rank, whose process group is of gloo; torch may say that NCCL is part of it, as it is on a GPU."""
-    monkeypatch.setattr(dist, "get_backend", lambda group=None: request.param)
+@pytest.fixture
+def alone() -> ProbeGroup:
     point = StoreAddress(address="127.0.0.1", port=own_port(), rank=0, world_size=1, local_rank=0)
     return ProbeGroup(store=point, is_spawned=True)
 
 
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt(), ValueError("a bug")], ids=repr)
+@for_each("error", [None, KeyboardInterrupt(), ValueError("a bug")])
 def test_no_process_group_is_left(alone: ProbeGroup, error: BaseException | None) -> None:
     with pytest.raises(type(error)) if error else nullcontext(), alone.join(timeout_s=20) as (hosts, _):
         assert hosts.gather_json(1) == [1]
@@ -226,7 +224,7 @@ def test_a_process_group_that_cannot_be_left_is_not_waited_for(
     monkeypatch.setattr(dist, "destroy_process_group", is_over.wait)
     try:
         # To come together, too, on a busy machine.
-        with pytest.raises(NeverEnded, match="lost"), alone.join(timeout_s=8):
+        with pytest.raises(NeverEnded, match="lost"), alone.join(timeout_s=4):
             raise RuntimeError("lost")
     finally:
         is_over.set()
@@ -296,12 +294,6 @@ def test_a_directory_of_others_and_what_it_hides_are_errors(capsys: Capture) -> 
         directory.chmod(0o755)
         (directory / "inner").rmdir()
     assert error.startswith(f"There is no directory {directory}/inner.")
-
-
-def test_a_missing_directory_is_found_and_not_made(tmp_path: Path, capsys: Capture) -> None:
-    error = only_error(capsys, "--checkpoints", tmp_path / "missing")
-    assert error.startswith(f"There is no directory {tmp_path}/missing. Check the name, and that its disk is mounted;")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_killed_saves_have_left_is_counted(tmp_path: Path, capsys: Capture) -> None:
@@ -487,11 +479,6 @@ def test_directories_that_are_slow_small_or_not_shared_are_named(this_rank: dict
     assert memory.startswith("The file system is tmpfs: checkpoints are lost when the machine stops.")
     assert space.startswith("Only 1.0 GiB are free in /ckpt.")
     assert shared.startswith("There is no directory /ckpt on rank 1: resuming reads it on all.")
-
-
-def test_a_machine_without_lightning_is_told(this_rank: dict[str, Any]) -> None:
-    observed = {**this_rank, "software": {"versions": {"torch": "2.5"}, "backends": []}}
-    assert len(texts(host.judge_software([observed]), Severity.ERROR)) == 2
 
 
 def test_what_is_well_on_many_hosts_is_said_once(this_rank: dict[str, Any], capsys: Capture) -> None:
