@@ -58,9 +58,3 @@ def test_sharding_has_a_row_for_each_network_and_number_of_ranks(
         assert row["step_sharded_ms"] == pytest.approx(100 + row["exposed_sharded_ms"])
         assert row["weights_ms"] <= row["exposed_sharded_ms"]
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
-
-
-def test_exposed_times_are_plotted(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    run(monkeypatch, recorded, "--ranks", 2, 8, "--png", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

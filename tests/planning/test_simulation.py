@@ -18,13 +18,6 @@ SIZES = [4_096, 262_144, 2**22, 2**25]
 # --- Cost
 
 
-def test_measurements_on_a_line_give_that_line() -> None:
-    true = AllReduceCost(50e-6, 1 / 1e9)
-    fitted = AllReduceCost.fit({size: [true.seconds(size)] * 3 for size in SIZES})
-    assert fitted.latency_s == pytest.approx(true.latency_s)
-    assert fitted.s_per_byte == pytest.approx(true.s_per_byte)
-
-
 def test_outliers_noise_and_the_largest_size_do_not_bend_it() -> None:
     true = AllReduceCost(200e-6, 1 / 5e9)
     rng = random.Random(0)
@@ -97,13 +90,6 @@ def test_what_did_not_arrive_is_complete_when_backward_ends_and_rows_cost_the_la
     assert timeline.buckets[-1].end_s == pytest.approx(32 + 1.07 + 1 + 1)
 
 
-def test_a_complete_bucket_waits_for_those_before_it_and_reductions_inside_backward_cost_no_time() -> None:
-    timeline = simulate(profile_of_three(), [BucketSpec((2,)), BucketSpec((0, 1))], AllReduceCost(1, 1))
-    assert [bucket.ready_s for bucket in timeline.buckets] == [30, 30]
-    timeline = simulate(profile_of_three(), [BucketSpec((0, 1))], AllReduceCost(1, 0.1))
-    assert (timeline.exposed_s, timeline.step_s) == (0, 45)
-
-
 # --- Sharded optimizers: how state is divided, and what a step with reduce-scatter and all-gather waits for
 
 
@@ -129,14 +115,6 @@ def test_the_state_of_all_ranks_is_the_whole(num_ranks: int) -> None:
     # Each bucket is divided evenly, but for less than an aligned slice.
     most = 2 * profile.dense_bytes / num_ranks + 2 * 64 * len(plan) + state.whole_bytes
     assert max(state.divided_bytes) + state.whole_bytes == state.most_bytes <= most
-
-
-def test_what_has_no_equal_slices_does_not_travel_alone() -> None:
-    specs = [ParameterSpec(name, size, "torch.float32 cpu", alone=True) for name, size in [("a", 36), ("b", 40)]]
-    profile = Profile(specs, [1.0, 2.0], 2.0, None, 2)
-    plan = first_plan(profile, ReducerConfig(bucket_cap_mb=25), num_shards=3)
-    assert [(bucket.members, bucket.alone) for bucket in plan] == [((0,), True), ((1,), False)]
-    assert [bucket.sharded for bucket in plan] == [Sharding(3)] * 2
 
 
 def test_a_sharded_step_by_hand() -> None:

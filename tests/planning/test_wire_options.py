@@ -53,14 +53,6 @@ def test_a_cost_that_was_measured_on_a_wire_tells_that_of_others() -> None:
     assert Wire().own_cost(SLOW) == SLOW
 
 
-def test_16_bits_are_half_of_fp32_and_nothing_new_for_bf16() -> None:
-    casts = {"bf16": Codec(1.0, 1.0)}
-    assert Wire.of("bf16", SPECS, casts) == Wire(0.5, 1, casts["bf16"])
-    halves = [replace(spec, kind="torch.bfloat16 cpu") for spec in SPECS]
-    assert Wire.of("bf16", halves, casts) == Wire.of("fp32", SPECS, casts) == Wire()
-    assert Wire.of("int8", halves).share == pytest.approx(260 / 512)
-
-
 def test_who_computes_backward_encodes_and_decodes() -> None:
     # Encoded from 1 to 1.5 and, late by that, from 2.5 to 3 ms; on the wire until 2.5 and 4; decoded until 4.25.
     cost, codec = AllReduceCost(0.0, 1 * MS / SIZE), Codec(0.5 * MS / SIZE, 0.25 * MS / SIZE)
@@ -116,12 +108,6 @@ def test_sharded_gradients_travel_small_and_weights_as_they_are() -> None:
 def test_what_changes_least_is_advised_if_it_is_enough(ms: float, codec_ms: float, advice: str) -> None:
     codec = Codec(codec_ms * MS / SIZE)
     assert options(AllReduceCost(0.0, ms * MS / SIZE), int8=codec).advice("X") == advice
-
-
-def test_the_fewest_local_steps_that_end_the_waiting_are_advised() -> None:
-    # 40 ms beside 4 of computation.
-    assert options(AllReduceCost(0.0, 20 * MS / SIZE)).best.option == "local_steps=10"
-    assert options(AllReduceCost(0.0, 30 * MS / SIZE)).best.option == "local_steps=30"
 
 
 def test_gradients_of_16_bits_are_not_halved() -> None:

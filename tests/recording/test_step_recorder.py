@@ -20,7 +20,6 @@ from tests.support.jobs.recording import (
     CONFIGS,
     assert_in_order,
     assert_weights_are_recorded,
-    phase_after_a_backward_of_nothing,
     record,
     record_a_long_backward,
     record_sharded,
@@ -82,20 +81,10 @@ def test_weights_are_waited_for_in_the_step_and_not_counted_as_the_optimizer(sha
         ] * num_buckets
 
 
-def test_buckets_are_ready_before_they_leave() -> None:
-    for rank in run_on_ranks(record, case="mlp", config="no overlap"):
-        ready, launched = zip(*((bucket.ready_s, bucket.launched_s) for bucket in rank.step.buckets), strict=True)
-        assert max(ready) < min(launched)
-
-
 def test_an_end_is_seen_when_it_comes_and_not_when_it_is_waited_for() -> None:
     for rank in run_on_ranks(record_a_long_backward):
         first, *_, last = rank.step.buckets
         assert first.ended_s < last.ready_s
-
-
-def test_a_backward_without_reductions_waits_for_none() -> None:
-    assert run_on_ranks(phase_after_a_backward_of_nothing) == ["backward"] * 2
 
 
 def test_a_step_that_was_given_up_is_forgotten() -> None:

@@ -77,10 +77,3 @@ def test_sizes_that_are_alike_tell_no_cost(sizes: list[int]) -> None:
     assert profile.cost is None
     assert profile.ready_s == [4, 10]
     assert Profile.from_json(profile.to_json()) == profile
-
-
-def test_what_shows_nothing_gives_no_profile() -> None:
-    assert profile_of(PLAN, [], num_ranks=2) is None
-    assert profile_of(PLAN, [replace(STEP, plan=2)], num_ranks=2) is None
-    assert profile_of(PLAN, [replace(STEP, spans=SPANS[:2])], num_ranks=2) is None
-    assert reduced_backward(STEP) == Span("backward", 100, 110)

@@ -160,16 +160,6 @@ def test_truth_values_nothing_and_numbers_that_are_none_have_checksums() -> None
     assert checksum(torch.tensor(0.0)) != checksum(torch.tensor(-0.0))
 
 
-@for_each("numel", [6, 300_000])
-def test_swapped_values_and_opposite_changes_count(numel: int) -> None:
-    numbers = torch.arange(numel)  # one word each
-    swapped, moved = numbers.clone(), numbers.clone()
-    swapped[[0, 5]] = swapped[[5, 0]]
-    moved[0] += 1
-    moved[5] -= 1
-    assert len({checksum(numbers), checksum(swapped), checksum(moved)}) == 3
-
-
 def test_layouts_that_are_not_contiguous_have_checksums() -> None:
     images = torch.randn(2, 3, 4, 5)
     in_other_order = images.to(memory_format=torch.channels_last)
@@ -200,8 +190,6 @@ def test_small_tensors_share_a_checksum() -> None:
     [
         ([{"w": 1}, {"w": 2}], 0, "`w` differs between rank 0 and rank 1."),
         ([{"w": 1}, {"w": 1}, {"w": 2}], 0, "`w` on rank 2 differs from that on the other ranks."),
-        ([{"w": 2}, {"w": 1}, {"w": 1}], 1, "`w` on rank 0 differs from that on the other ranks."),
-        ([{"w": 1}, {"w": 2}, {"w": 3}], 0, "`w` differs between rank 0 and rank 1 and rank 2."),
         ([{"w": 1}, {"w": 2}, {"w": 2}, {"w": 1}], 0, "`w` differs between ranks 0, 3 and ranks 1, 2."),
         (
             [{"w": 2, "v": 1}, {"w": 1, "v": 2}, {"w": 1, "v": 1}, {"w": 1, "v": 1}],

@@ -27,8 +27,7 @@ from lightning_bucketddp.sharding.gradient import ShardedGradient
 from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
-from tests.support.jobs.models import CASES
-from tests.support.jobs.sharding import OPTIMIZERS, WHOLE_TENSOR_OPTIMIZERS, Outcome, Run, compare, numbers_of
+from tests.support.jobs.sharding import Outcome, Run, compare, numbers_of
 from tests.support.ranks import device, on_ranks, raised_by, run_on_ranks
 
 NORMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -113,16 +112,14 @@ TOLERANCE = 1e-6
 NOT_DENSE = "sparse_embedding"  # which torch's AdamW cannot step
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.sampled(4)
+@for_each("optimizer", ["sgd", "adam", "nadam", "rprop", "asgd", "capturable_adam", "signs"])
 def test_every_optimizer_takes_the_same_steps(optimizer: str) -> None:
     tolerance = 0.0 if optimizer == "sgd" else TOLERANCE
     ranks = run_on_ranks(compare, case="mlp", optimizer=optimizer, tolerance=tolerance)
     assert sum(sharded.state_numel for _, sharded in ranks) == ranks[0][0].state_numel
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != NOT_DENSE])
-@pytest.mark.sampled(5)
+@for_each("case", ["conv_batchnorm", "tied_transformer", "many_dtypes", "unused_on_one_rank", "partly_frozen"])
 def test_every_model_takes_the_same_steps(case: str) -> None:
     run_on_ranks(compare, case=case, optimizer="adamw", tolerance=TOLERANCE)
 
@@ -158,9 +155,7 @@ def test_four_ranks_take_the_same_steps(case: str, shard: bool | str) -> None:
     run_on_ranks(compare, world_size=4, **setting, is_double=True, tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("optimizer", WHOLE_TENSOR_OPTIMIZERS)
-@pytest.mark.sampled(3)
+@for_each(("optimizer", "world_size"), [("muon", 2), ("lamb", 4), ("adafactor", 2)])
 def test_an_optimizer_that_looks_at_whole_tensors_gets_whole_ones(optimizer: str, world_size: int) -> None:
     setting: dict[str, Any] = {"case": "mlp", "optimizer": optimizer, "is_double": True}
     ranks = run_on_ranks(compare, world_size=world_size, **setting, tolerance=TOLERANCE)
@@ -216,17 +211,6 @@ def test_gradients_that_were_accumulated_are_divided(shard: bool | str) -> None:
 
 
 # --- Which optimizers
-
-
-@on_ranks()
-def test_a_parameter_of_two_optimizers_is_refused() -> None:
-    run = Run()
-    assert run.shards is not None
-    run.shards.add(torch.optim.SGD(run.model[0].parameters(), lr=0.1))  # type: ignore[index]
-    assert raised_by(lambda: run.train([0])) == (
-        "ValueError: A parameter of shape (32, 8) belongs to two optimizers, `AdamW` and `SGD`: its state cannot be"
-        " divided. Give each parameter to one optimizer, or set `shard_optimizer=False`."
-    )
 
 
 @on_ranks()

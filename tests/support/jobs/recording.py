@@ -200,19 +200,3 @@ def _finish(reducer: Reducer, recorder: StepRecorder, num_unused: int) -> Record
     bucket_bytes = [bucket.num_bytes for bucket in bucket_set.buckets]
     reducer.close()
     return Recorded(step, bucket_bytes, reducer.stats.num_unused - num_unused)
-
-
-def phase_after_a_backward_of_nothing() -> str | None:
-    """What a recorded step is doing after a backward in which no parameter is trained."""
-    model = nn.Linear(WIDTH, 1).to(device())
-    reducer = build_reducer(model)
-    recorder = reducer.observer = StepRecorder(device())
-    recorder.begin(reducer.stats)
-    model.requires_grad_(False)
-    recorder.turn_to("backward")
-    with reducer.backward():
-        pass
-    phase = recorder.phase
-    reducer.close()
-    recorder.close()
-    return phase
