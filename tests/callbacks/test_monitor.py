@@ -279,8 +279,15 @@ def test_training_goes_on_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / FOLDER).mkdir()
     for rank in range(2):
         path_of(tmp_path / FOLDER, rank).symlink_to("/dev/full")
-    rank_zero, _ = run_on_ranks(fit, directory=tmp_path, monitor=EVERY)
-    assert "10 recorded steps on 2 ranks" in rank_zero.printed
+    ranks = run_on_ranks(fit, directory=tmp_path, monitor=EVERY)
+    assert "10 recorded steps on 2 ranks" in ranks[0].printed
+    for number, rank in enumerate(ranks):
+        [text] = rank.said  # once
+        path = path_of(tmp_path / FOLDER, number)
+        assert text.startswith(f"bucketddp: rank {number} cannot record its steps in `{path}` (")
+        assert text.endswith(
+            "). Training goes on, without a record from here. Pass another `dirpath` to `BucketDDPMonitor`."
+        )
 
 
 @on_ranks()

@@ -119,16 +119,6 @@ def test_the_umask_decides_who_may_read(umask: int, mode: int, tmp_path: Path) -
 # --- Complete or absent
 
 
-def test_a_reader_never_sees_a_part(saved: str) -> None:
-    stop = PROCESSES.Event()
-    with child(jobs.load_until, path=saved, stop=stop) as (_, pipe):
-        assert pipe.recv() == "loaded 1"
-        for number in range(2, 22):
-            jobs.save_numbered(number, saved)
-        stop.set()
-        assert pipe.recv() == "never failed"
-
-
 def test_the_content_is_on_disk_before_it_gets_its_name(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, str, int]] = []
     fsync, replace = os.fsync, os.replace

@@ -127,20 +127,6 @@ def test_more_sockets_are_used_where_nothing_else_was_chosen(
     assert uses_sockets_untuned(nccl_settings(variables, root=root), root) is is_tuned
 
 
-def test_settings_are_those_that_nccl_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_machine, of_user = (f"NCCL_NET={who}\nNCCL_DEBUG={who}\n" for who in ("machine", "user"))
-    root = make_machine(tmp_path, {MACHINE: f"{of_machine}NCCL_ALGO=machine\n", HOME: of_user})
-    assert nccl_settings({"NCCL_NET": "environment", "PATH": "no matter"}, root=root) == {
-        "NCCL_NET": "environment",
-        "NCCL_DEBUG": "user",
-        "NCCL_ALGO": "machine",
-    }
-    # A relative file is the one that NCCL opens.
-    (tmp_path / "my.conf").write_text("NCCL_SOCKET_NTHREADS=1")
-    monkeypatch.chdir(tmp_path)
-    assert nccl_settings({"NCCL_CONF_FILE": "my.conf"})["NCCL_SOCKET_NTHREADS"] == "1"
-
-
 # --- Ranks
 
 

@@ -80,13 +80,6 @@ def assert_refused(output: str) -> None:
     assert output.endswith(REMEDY)
 
 
-@pytest.mark.parametrize("other", [("--ranks", "4"), ("--device", "cuda")])
-def test_only_one_rank_on_each_host_is_measured(other: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([*OPTIONS, *other])
-    assert "There is one rank on each of two hosts, and gloo between them" in capsys.readouterr().err
-
-
 def test_a_loopback_carries_twice_the_rate_asked_for_both_directions() -> None:
     show = ["tc", "-json", "qdisc", "show", "dev", "lo"]
     command = [sys.executable, "-m", "benchmarks.loopback", "--rate", "100mbit", *show]

@@ -135,15 +135,6 @@ def test_the_suggestions_are_those_of_the_summary(driver: Chrome, record: Record
     assert slow.startswith("rank 2 on node0 makes the others wait 15.00 ms, most of it in backward (10.00 ms): ")
     assert accumulate.startswith("accumulate_grad_batches=2, with twice the global batch, would halve the 6.49 ms that")
     assert text(driver, "#suggestions code") == "accumulate_grad_batches=2"
-    alike = {rank: replace(record.ranks[0], run=ours.run) for rank, ours in record.ranks.items()}
-    for ours in alike.values():
-        ours.steps = {
-            n: replace(s, spans=[span for span in s.spans if span.name != "exposed"]) for n, s in ours.steps.items()
-        }
-    show(driver, replace(record, ranks=alike), tmp_path)
-    assert not driver.find_element(By.ID, "advice").is_displayed()
-    assert "none all alike" in " ".join(text(driver, "#numbers").split())
-    assert driver.get_log("browser") == []
 
 
 def test_the_split_is_as_wide_as_the_phases_are_long(page: Chrome) -> None:
@@ -236,26 +227,6 @@ def test_weights_that_travel_have_bars_and_what_waits_for_them_is_shown(
     assert driver.get_log("browser") == []
 
 
-def test_every_rank_has_a_colour_of_its_own(driver: Chrome, tmp_path: Path) -> None:
-    many = read_run(Recording(num_ranks=12, slowness={5: 1.2}).write(tmp_path / "run"))
-    show(driver, many, tmp_path)
-    for scheme in ("dark", "light"):
-        prefer_colour_scheme(driver, scheme)
-        strokes = [line.value_of_css_property("stroke") for line in all_of(driver, "#own-plot .curve")]
-        assert len(set(strokes)) == 12
-    curves = all_of(driver, "#own-plot .curve")
-    by_rank = {line.get_attribute("data-rank"): line.value_of_css_property("stroke") for line in curves}
-    entries = all_of(driver, "#history-legend li")
-    assert [entry.text for entry in entries] == [f"rank {rank}" for rank in range(12)]
-    for rows in (entries, all_of(driver, "#ranks tr")[1:]):
-        keys = [row.find_element(By.CSS_SELECTOR, ".key").value_of_css_property("background-color") for row in rows]
-        assert [rgb(colour) for colour in keys] == [rgb(by_rank[str(rank)]) for rank in range(12)]
-
-
-def rgb(colour: str) -> list[str]:
-    return re.findall(r"\d+", colour)[:3]
-
-
 def test_the_slow_rank_stands_out(page: Chrome) -> None:
     assert [row.text.split("\n")[1] for row in all_of(page, ".rank h3")] == ["node0", "node0", "slowest"]
     assert "Rank 2 took 15.0 ms longer than the others." in text(page, "#step-text")
@@ -266,18 +237,6 @@ def test_the_slow_rank_stands_out(page: Chrome) -> None:
     assert all(late.rect["y"] < other.rect["y"] - 50 for other in others)
     page.find_element(By.CSS_SELECTOR, "summary").click()
     assert text(page, "#ranks tr:last-child") == f"2 node0 50.0 ms {1e3 * (END_S - TRUE[2].start_s):.1f} ms slowest"
-
-
-def test_the_plan_is_drawn_to_scale(driver: Chrome, record: RecordedRun, tmp_path: Path) -> None:
-    buckets = [RecordedBucket(["big.weight", "big.bias"], [3 * 2**20, 2**20]), RecordedBucket(["small"], [2**20])]
-    show(driver, with_plan(record, *buckets), tmp_path)
-    big, small = (box.rect["width"] for box in all_of(driver, ".bucket"))
-    assert big / small == pytest.approx(4, rel=0.01)
-    weight, bias, _ = (strip.rect["width"] for strip in all_of(driver, ".strip"))
-    assert weight / bias == pytest.approx(3, rel=0.02)
-    hover(driver, all_of(driver, ".strip")[1])
-    assert tip(driver).startswith("big.bias")
-    assert "1.0 MiB" in tip(driver)
 
 
 def test_a_plan_that_fits_one_row_is_in_one_row_and_a_small_bucket_has_its_number(

@@ -307,17 +307,6 @@ def test_loaders_that_are_combined_take_as_many_steps_on_all_ranks(mode: Any) ->
     assert ranks[0]["logged"] == ranks[1]["logged"]
 
 
-def test_last_batches_that_are_not_full_are_dropped() -> None:
-    ranks = run_on_ranks(evaluate, cases=[Case((21,), drop_last=True), Case((7,), drop_last=True)])
-    # Five and one full batches, of which the last is repeated.
-    seen = [[outcome["seen"] for outcome in rank] for rank in ranks]
-    batches = [list(range(start, start + 4)) for start in range(0, 20, 4)]
-    assert seen == [[batches[0::2], batches[:1]], [[*batches[1::2], batches[4]], batches[:1]]]
-    [alone] = run_on_ranks(evaluate, world_size=1, cases=[Case((21,), drop_last=True)])
-    for rank in ranks:
-        assert_logged_as_alone(rank[0], alone[0], world_size=2)
-
-
 # Options of the Trainer, how many batches a rank sees in each validation, and how often the data module is asked.
 FITS: list[tuple[dict[str, Any], list[int], int]] = [
     ({"limit_val_batches": 3, "num_sanity_val_steps": 1}, [1, 3], 1),

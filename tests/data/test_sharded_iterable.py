@@ -190,30 +190,6 @@ def test_workers_may_be_spawned() -> None:
     assert numbers_in(iter(copied)) == [[5], [7], [9]]
 
 
-def test_a_loader_keeps_its_class_and_its_dataset_is_still_reached() -> None:
-    class OwnLoader(DataLoader[Tensor]):
-        color = "red"
-        owner: str
-
-    loader = OwnLoader(Numbers(10), batch_size=2)
-    loader.owner = "user"
-    dealt = deal(loader)
-    assert isinstance(dealt, OwnLoader)
-    assert (type(dealt).__name__, dealt.color, dealt.owner, dealt.batch_size) == ("OwnLoader", "red", "user", 2)
-    dataset: Any = dealt.dataset
-    assert dataset.num_samples == 10
-    assert not hasattr(dealt.dataset, "missing")
-    # What the user has is as before.
-    assert type(loader) is OwnLoader
-    assert numbers_in(iter(loader))[0] == [0, 1]
-
-
-def test_workers_from_before_are_not_kept() -> None:
-    loader = DataLoader(Numbers(8), batch_size=2, num_workers=1, persistent_workers=True)
-    assert numbers_in(iter(loader)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert numbers_in(iter(deal(loader))) == [[0, 2], [4, 6]]
-
-
 # --- Datasets that take their part by themselves
 
 
@@ -283,14 +259,6 @@ def test_nothing_is_said_of_a_dataset_that_reads_everything(dataset: Any) -> Non
     said: list[str] = []
     assert isinstance(deal(DataLoader(dataset), warnings=said).dataset, ShardedIterable)
     assert said == []
-
-
-def test_a_warning_comes_once_however_often_loaders_are_made() -> None:
-    said: list[str] = []
-    sharding = IterableSharding(rank=0, world_size=2, warn=said.append)
-    for _ in range(3):
-        sharding.prepare_loader(DataLoader(ByRank(8)), is_training=False)
-    assert len(said) == 1
 
 
 class SplitByNode(Numbers):

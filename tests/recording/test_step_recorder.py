@@ -13,16 +13,13 @@ from lightning_bucketddp.config import MIB
 from lightning_bucketddp.recording.schema import Step
 from lightning_bucketddp.recording.writer import StepRecorder, metrics_of, step_of
 from lightning_bucketddp.reducer.observer import Axis, Clock, ReducerStats
-from lightning_bucketddp.sharding.shards import ShardOption
 from tests.recording.test_schema import STEP
 from tests.support.cases import for_each
 from tests.support.jobs.recording import (
     CONFIGS,
     assert_in_order,
-    assert_weights_are_recorded,
     record,
     record_a_long_backward,
-    record_sharded,
 )
 from tests.support.ranks import run_on_ranks
 
@@ -64,21 +61,6 @@ def test_a_hook_that_is_waited_for_at_its_launch_is_exposed_there() -> None:
         exposed = [(span.start_s, span.end_s) for span in rank.step.spans if span.name == "exposed"]
         before_end = rank.step.buckets[:-1]
         assert exposed[: len(before_end)] == [(bucket.launched_s, bucket.ended_s) for bucket in before_end]
-
-
-@pytest.mark.parametrize("shard", [True, "parameters"])
-def test_weights_are_waited_for_in_the_step_and_not_counted_as_the_optimizer(shard: ShardOption) -> None:
-    for rank in run_on_ranks(record_sharded, shard=shard):
-        step, num_buckets = rank.step, len(rank.plan.buckets)
-        assert_in_order(step)
-        assert_weights_are_recorded(step, num_buckets=num_buckets)
-        # Of an all-reduce the half each, if gradients travel to their owners only.
-        wire_bytes = rank.wire_bytes - (rank.weight_bytes // 2 if rank.scatters else 0)
-        assert step.bytes_on_wire == pytest.approx(wire_bytes + rank.weight_bytes / 2, abs=num_buckets)
-        collective = ("reduce-scatter" if shard is True else "reduce") if rank.scatters else "all-reduce"
-        assert [(bucket.sharded, bucket.collective) for bucket in rank.plan.buckets] == [
-            (True, collective)
-        ] * num_buckets
 
 
 def test_an_end_is_seen_when_it_comes_and_not_when_it_is_waited_for() -> None:

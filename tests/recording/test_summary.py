@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import re
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,17 +12,12 @@ from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.cost import NO_CODECS, AllReduceCost, Codec, Codecs, Profile, measured_between
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.recording.schema import (
-    BucketTimes,
     RecordedBucket,
     RecordedPlan,
     Run,
-    Span,
-    Step,
-    path_of,
 )
 from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import RankNumbers, TypicalStep, plan_in
-from lightning_bucketddp.recording.writer import RecordFile
 from lightning_bucketddp.reducer.observer import OuterStepStats
 from tests.support.cases import for_each
 
@@ -261,31 +253,6 @@ def test_there_are_three_at_most_the_best_come_first_and_what_gains_little_is_le
     assert [text.split(" ")[0] for text in texts] == ["rank", "a", '`reduce_dtype="bf16"`']
 
 
-STEP = Step(
-    step=7,
-    plan=1,
-    spans=[Span("forward", 0.0, 1.0), Span("backward", 1.0, 3.0), Span("exposed", 3.0, 8.0), Span("optimizer", 8, 9)],
-    # The second waits for the first, and runs from 4.5 to 8.
-    buckets=[BucketTimes(2.0, 2.0, 4.5), BucketTimes(3.0, 3.0, 8.0)],
-    bytes_on_wire=12,
-    memory_bytes=5,
-)
-
-
-def test_the_numbers_of_a_rank_are_of_its_middle_steps_and_travel_as_json() -> None:
-    short, long = (replace(STEP, spans=[Span("forward", 0.0, seconds)], memory_bytes=6) for seconds in (5.0, 50.0))
-    found = RankNumbers.of(RUN, [STEP, short, long])
-    assert found.phases == {"data": 0, "forward": 1, "backward": 2, "exposed": 5, "optimizer": 1}
-    assert (found.step_s, found.own_s, found.exposed_s, found.memory_bytes, found.num_steps) == (9, 4, 5, 6, 3)
-    assert found.communication_s == 6
-    assert TypicalStep.of([found], RUN).bandwidth == 2
-    # Four ranks in islands of two.
-    assert TypicalStep.of([found], replace(RUN, world_size=4, options={"num_islands": 2})).bandwidth == 2
-    assert TypicalStep.of([found], replace(RUN, world_size=4)).bandwidth == 3
-    assert RankNumbers.from_json(json.loads(json.dumps(asdict(found)))) == found
-    assert RankNumbers.of(RUN, []).step_s == 0
-
-
 def test_the_late_bucket_takes_its_part_of_what_is_exposed() -> None:
     names = ["d", "c", "b", "a"]
     plan = RecordedPlan(1, [RecordedBucket(["e"], [MIB]), RecordedBucket(names, [MIB] * 4)])
@@ -310,19 +277,3 @@ def test_the_table_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]
     assert "│ exposed communication │  3.00 │  13.0 │" in printed
     assert "│ all                   │ 23.00 │ 100.0 │" in printed
     assert printed.endswith("\nSuggestion 1: [b]do[/b] `this`.\n")
-
-
-def test_what_cannot_be_written_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    path_of(folder, 3).symlink_to("/dev/full")
-    with caplog.at_level(logging.WARNING):
-        file = RecordFile(folder, rank=3)
-        for _ in range(3):
-            file.write(RUN)
-        file.close()
-    [text] = [" ".join(record.getMessage().split()) for record in caplog.records]
-    assert text.startswith(f"bucketddp: rank 3 cannot record its steps in `{path_of(folder, 3)}` (")
-    assert text.endswith(
-        "). Training goes on, without a record from here. Pass another `dirpath` to `BucketDDPMonitor`."
-    )

@@ -309,12 +309,3 @@ def test_parts_are_as_large_as_buckets_but_not_smaller_than_torch_allows(bucket_
         cap = DistributedDataParallel._get_active_ddp_module().bucket_bytes_cap
     assert cap == part_mb * MIB
     DDPOptimizer(cap, lambda *_: None)  # type: ignore[arg-type]  # which checks it
-
-
-def test_what_was_there_before_comes_back_in_any_case() -> None:
-    with graphs_split(ReducerConfig(), world_size=2):
-        outer = DistributedDataParallel._active_ddp_module
-        with pytest.raises(ZeroDivisionError), graphs_split(ReducerConfig(), world_size=2):
-            raise ZeroDivisionError
-        assert DistributedDataParallel._active_ddp_module is outer is not None
-    assert DistributedDataParallel._active_ddp_module is None

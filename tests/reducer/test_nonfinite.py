@@ -244,12 +244,6 @@ def test_all_ranks_are_listed() -> None:
         assert raised_on_all(world_size=3, bad=Bad(parameter, ranks=[0, 2])) == RAISED.format(what)
 
 
-@for_each(("micro_batch", "parameter"), [(0, "2.weight"), (1, None), (2, "2.weight")])
-def test_every_micro_batch_is_checked(micro_batch: int, parameter: str | None) -> None:
-    error = raised_on_all(bad=Bad(parameter, micro_batch=micro_batch), micro_batches=3)
-    assert error == RAISED.format(named(parameter))
-
-
 @for_each(("world_size", "parameter"), [(1, None), (2, "2.weight")])
 def test_nothing_is_checked_on_request(world_size: int, parameter: str | None) -> None:
     for rank in trained(world_size, bad=Bad(parameter), on_nonfinite=None):

@@ -151,17 +151,6 @@ def _assert_close(actual: Tensor, expected: Tensor) -> None:
     assert_close(actual.double(), expected.double(), **TOLERANCES.get(actual.dtype, {"rtol": 0, "atol": 0}))
 
 
-def _assert_trains_alone(layer: Any) -> None:
-    """Train on one rank only, which ends in time only if it asks no other."""
-    inputs = random_rows().to(layer.weight.dtype)
-    if dist.get_rank() > 0:
-        return
-    mean = inputs.mean((0, 2, 3), keepdim=True)
-    var = inputs.var((0, 2, 3), keepdim=True, correction=0)
-    weight, bias = (parameter.view(-1, 1, 1) for parameter in (layer.weight, layer.bias))
-    torch.testing.assert_close(layer(inputs), (inputs - mean) / (var + layer.eps).sqrt() * weight + bias)
-
-
 KINDS = [(nn.BatchNorm1d, ()), (nn.BatchNorm1d, (5,)), (nn.BatchNorm2d, (4, 5)), (nn.BatchNorm3d, (2, 3, 4))]
 
 
@@ -337,38 +326,6 @@ def test_one_rank_alone_keeps_ordinary_layers() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), nn.LazyBatchNorm2d())
     convert_sync_batchnorm(model, Collectives(device()))
     assert [type(module) for module in model] == [nn.BatchNorm2d, nn.LazyBatchNorm2d]
-
-
-@on_ranks()
-def test_revert_keeps_every_object_and_the_statistics() -> None:
-    model = TwiceNormalized().to(device())
-    layer, weight, running_var = model.norm, model.norm.weight, model.norm.running_var
-    assert running_var is not None
-    noted: Any = layer
-    noted.note = "mine"
-    called: list[nn.Module] = []
-    layer.register_forward_hook(lambda module, *_: called.append(module))
-    keys = list(model.state_dict())
-
-    convert_sync_batchnorm(model, Collectives(device()))
-    assert type(layer).__name__ == "SyncedBatchNorm2d"
-    assert type(layer).__module__ == nn.BatchNorm2d.__module__
-    assert isinstance(layer, nn.BatchNorm2d)
-    model(random_rows())
-    trained_var = running_var.clone()
-    revert_sync_batchnorm(model)
-
-    assert type(layer) is nn.BatchNorm2d
-    block: Any = model.block
-    assert model.norm is block[1][0] is layer
-    assert layer.weight is weight
-    assert layer.running_var is running_var
-    assert torch.equal(running_var, trained_var)
-    assert not torch.equal(running_var, torch.ones_like(running_var))
-    assert int(layer.num_batches_tracked) == len(called) == 2
-    assert layer.note == "mine"
-    assert list(model.state_dict()) == keys
-    _assert_trains_alone(layer)
 
 
 @for_each("layer_class", [nn.BatchNorm2d, nn.SyncBatchNorm])
