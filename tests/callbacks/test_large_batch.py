@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -423,13 +421,3 @@ def test_data_that_does_not_tell_is_refused() -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         ScaleLearningRate(**{"base_batch_size": 1, **options})
-
-
-@pytest.mark.parametrize(
-    ("root", "module"), [("lightning.pytorch", "trainer_lightning"), ("pytorch_lightning", "trainer_pytorch_lightning")]
-)
-def test_each_root_has_its_own_classes(root: str, module: str) -> None:
-    callbacks = import_module(f"lightning_bucketddp.bindings.{module}")
-    for callback in (callbacks.BucketDDPMonitor, callbacks.ScaleLearningRate, callbacks.ScalingMonitor):
-        assert issubclass(callback, import_module(root).Callback)
-        assert pickle.loads(pickle.dumps(callback)) is callback

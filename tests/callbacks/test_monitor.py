@@ -102,13 +102,6 @@ def test_sharding_is_recorded_and_the_summary_says_what_it_saves(tmp_path: Path)
     assert [float(ms) for ms in said] == pytest.approx([typical["exchange"], typical["phases"]["weights"]], abs=0.006)
 
 
-def test_a_batch_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
-    fitted, _ = run_on_ranks(fit, directory=tmp_path, monitor=EVERY, promises_more=True, max_epochs=2)
-    steps = steps_of(tmp_path)
-    assert [step.step for step in steps] == list(range(20))
-    assert_nothing_between_is_recorded(fitted, steps)
-
-
 @pytest.mark.parametrize(
     ("model", "trainer_options", "forwards", "steps"),
     [

@@ -174,15 +174,6 @@ def test_ddp_takes_a_checkpoint_with_the_state_and_one_of_ddp_leaves_it_as_it_is
     assert [state["iter"] for state in run_on_ranks(resume_only, path=path, max_epochs=2)] == [0, 0]
 
 
-@on_ranks()
-@like_torchrun()
-def test_a_checkpoint_of_the_weights_has_no_state(tmp_path: Path) -> None:
-    trainer = make_trainer(BucketDDPStrategy(**HOOKS["power_sgd"]()), max_epochs=1)
-    trainer.fit(PlainSGD(), models.loader())
-    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    assert "bucketddp" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
-
-
 @pytest.mark.parametrize("kind", ["object", "dict", "protocol"])
 @on_ranks()
 @like_torchrun()

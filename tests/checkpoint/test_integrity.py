@@ -53,9 +53,6 @@ def position_of(path: Path, record: str) -> int:
         return 8 * (entry.header_offset + 30 + sizes)
 
 
-# --- Truncated, empty, garbage
-
-
 @for_each("where", ["{}/cut.ckpt", "file://{}/cut.ckpt", "memory://bucketddp{}/cut.ckpt"])
 @for_each("keep", [1, 3, 4, 100, 0.5, -200, -22, -1])
 def test_a_truncated_checkpoint_is_named(keep: float, where: str, tmp_path: Path) -> None:
@@ -89,9 +86,6 @@ def test_a_file_that_is_no_checkpoint_is_named(content: bytes, damage: str, tmp_
     assert refusal_of(path) == f"{damage}. {NONE_BESIDE}"
 
 
-# --- Flipped bits
-
-
 @pytest.mark.parametrize("record", ["archive/data/3", "archive/data.pkl"])
 def test_a_damaged_record_is_named(record: str, tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
@@ -123,9 +117,6 @@ def test_a_checkpoint_without_checksums_is_loaded(tmp_path: Path) -> None:
     assert load(path)["state_dict"]["weight"].sum() == 10
 
 
-# --- Files from before there were archives
-
-
 def test_an_old_file_is_loaded_or_named(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
     torch.save({"weight": torch.arange(1_000)}, path, _use_new_zipfile_serialization=False)
@@ -136,9 +127,6 @@ def test_an_old_file_is_loaded_or_named(tmp_path: Path) -> None:
         damage, _, advice = refusal_of(path).rpartition("). ")
         assert damage.startswith("it is cut short or damaged (")
         assert advice == NONE_BESIDE
-
-
-# --- The newest intact checkpoint beside a damaged one
 
 
 @pytest.mark.parametrize("where", ["{}/run", "memory://bucketddp{}/run"])

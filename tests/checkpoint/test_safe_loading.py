@@ -135,9 +135,6 @@ def test_a_rank_may_load_alone_while_training(saved: Path) -> None:
     assert loaded == (keys if dist.get_rank() == 0 else [])
 
 
-# --- Fabric
-
-
 @pytest.fixture
 def of_fabric(tmp_path: Path) -> Path:
     """A checkpoint of weight three for each rank."""

@@ -88,9 +88,6 @@ def make_machine(root: Path, files: dict[str, str] | None = None) -> Path:
     return root
 
 
-# --- What a machine and its user want
-
-
 @for_each(
     ("files", "variables", "is_tuned"),
     [
@@ -125,9 +122,6 @@ def test_more_sockets_are_used_where_nothing_else_was_chosen(
 ) -> None:
     root = make_machine(tmp_path / str(len(list(tmp_path.iterdir()))), files)
     assert uses_sockets_untuned(nccl_settings(variables, root=root), root) is is_tuned
-
-
-# --- Ranks
 
 
 A, B = {"NCCL_HOSTID": "a"}, {"NCCL_HOSTID": "b"}

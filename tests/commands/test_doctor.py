@@ -82,13 +82,13 @@ def said(findings: list[dict[str, str]], verdict: str) -> list[str]:
 
 def test_a_healthy_machine_is_healthy(tmp_path: Path, capsys: Capture) -> None:
     """With warnings only, and nothing but JSON on the standard output."""
-    variables = {"OMP_NUM_THREADS": str(2 * (os.cpu_count() or 1))}
+    variables = {"NCCL_P2P_DISABLE": "1"}
     arguments = [*COMMAND, "--processes", "2", "--json", "--checkpoints", str(tmp_path)]
     [(status, printed, errors)] = start(Program(arguments, variables), directory=tmp_path)
     assert status == 0, errors
     seen = json.loads(printed)
     assert seen["verdict"] == "warning"
-    assert "Set `OMP_NUM_THREADS=" in " ".join(said(seen["findings"], "warning"))
+    assert "NCCL_P2P_DISABLE=1 on " in " ".join(said(seen["findings"], "warning"))
     assert [rank["rank"] for rank in seen["ranks"]] == [0, 1]
     assert {finding["theme"] for finding in seen["findings"]} >= {"Software", "GPUs", "Network", "Limits", "Ports"}
     sizes = seen["all_reduce"]["by_size"]

@@ -176,32 +176,6 @@ def test_every_rank_has_its_bars_where_its_times_are(page: Chrome) -> None:
     assert (labels["0 ms"], labels["40"]) == (pytest.approx(tracks["x"], abs=1), pytest.approx(at_40_ms, abs=1.5))
 
 
-# By how many pixels labels reach beyond what holds them, and the page beyond the window, at most.
-_CUT = """
-const beyond = (label, holder) => {
-  const [inner, outer] = [label.getBoundingClientRect(), holder.getBoundingClientRect()];
-  return Math.max(inner.right - outer.right, outer.left - inner.left);
-};
-const axis = [...document.querySelectorAll("#axis span")].map((label) => beyond(label, label.parentElement));
-const plots = [...document.querySelectorAll(".plot text")].map((label) => beyond(label, label.closest("svg")));
-const page = document.documentElement;
-return Math.max(...axis, ...plots, page.scrollWidth - page.clientWidth);
-"""
-
-
-def test_it_fits_the_window_and_no_label_of_an_axis_is_cut_off(driver: Chrome, tmp_path: Path) -> None:
-    """At all widths: in some, the last mark is where the axis ends."""
-    many_steps = Recording(steps=range(0, 3 * 10**6, 10**6))
-    show(driver, read_run(many_steps.write(tmp_path / "run")), tmp_path)
-    cut = []
-    for width in range(500, 1700, 100):
-        driver.set_window_size(width, 1000)
-        wait_for_frames(driver)
-        cut.append(driver.execute_script(_CUT))
-    driver.set_window_size(1400, 1000)
-    assert max(cut) <= 0.5
-
-
 def test_weights_that_travel_have_bars_and_what_waits_for_them_is_shown(
     driver: Chrome, record: RecordedRun, tmp_path: Path
 ) -> None:

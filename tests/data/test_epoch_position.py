@@ -35,8 +35,6 @@ from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from tests.support.scripts.evaluations import ByParity
 
 NUM_EPOCHS = 2
-MODES = ("max_size_cycle", "max_size", "min_size")
-OTHERS = 1000
 HOOKS = ("training_step", "optimizer_step", "on_train_batch_end", "between batches")
 
 
@@ -78,8 +76,6 @@ class Job:
     drop_last: bool = False
     limit: int | None = None
     accumulate: int = 1
-    num_others: int = 0  # those of another loader beside it, in batches of 3
-    mode: str = MODES[0]
 
 
 @dataclass(frozen=True)
@@ -111,13 +107,6 @@ def make_loader(job: Job, start: Start, rank: int) -> Any:
     if job.kind == "own batches":
         return DataLoader(data, batch_sampler=ByParity(SequentialSampler(data), start.batch_size, False))
     return DataLoader(data, batch_size=start.batch_size, sampler=sampler, drop_last=job.drop_last)
-
-
-def make_loaders(job: Job, start: Start, rank: int) -> list[Any]:
-    loaders = [make_loader(job, start, rank)]
-    if job.num_others:
-        loaders.append(make_loader(replace(job, num_samples=job.num_others), replace(start, batch_size=3), rank))
-    return loaders
 
 
 class Rank:
@@ -159,15 +148,17 @@ class Rank:
         optimizer = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
         self.num_steps = optimizer["step"]["total"]["completed"]
 
-    def run(self, loaders: list[Any], checkpoint: dict[str, Any] | None) -> None:
+    def run(self, loader: Any, checkpoint: dict[str, Any] | None) -> None:
         self.position.begin_loaders()
-        self.loaders = [self._prepare(loader) for loader in loaders]
-        combined = CombinedLoader(self.loaders if len(loaders) > 1 else self.loaders[0], self.job.mode)  # type: ignore[arg-type]
+        for part in (self.sharding, self.position):
+            loader = part.prepare_loader(loader, is_training=True)
+        self.loader = loader
+        combined = CombinedLoader(loader, "max_size_cycle")
         self.trainer.fit_loop._combined_loader = combined
-        lengths = [len(loader) if self.job.kind != "stream" else math.inf for loader in self.loaders]
-        if min(lengths) == 0:  # Lightning trains nothing then
+        length = len(loader) if self.job.kind != "stream" else math.inf
+        if length == 0:  # Lightning trains nothing then
             raise UnsatisfiedAssumption
-        combined.limits = [min(length, self.job.limit or math.inf) for length in lengths]
+        combined.limits = [min(length, self.job.limit or math.inf)]
         current = self.epochs.current
         is_within = checkpoint is not None and not current.ready == current.started == current.processed
         self.trainer.fit_loop._restarting = is_within
@@ -182,17 +173,10 @@ class Rank:
             self._run_epoch(fetcher, is_within=is_within and is_first, is_first=is_first)
             is_first = False
 
-    def _prepare(self, loader: Any) -> Any:
-        for part in (self.sharding, self.position):
-            loader = part.prepare_loader(loader, is_training=True)
-        return loader
-
     def _set_epoch(self, epoch: int) -> None:
-        for loader in self.loaders:
-            samplers: tuple[Any, ...] = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-            for sampler in samplers:
-                if hasattr(sampler, "set_epoch"):
-                    sampler.set_epoch(epoch)
+        for sampler in (self.loader.sampler, getattr(self.loader.batch_sampler, "sampler", None)):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
 
     def _run_epoch(self, fetcher: Any, *, is_within: bool, is_first: bool) -> None:
         progress, epoch = self.batches, self.epochs.current.processed
@@ -232,9 +216,7 @@ class Rank:
         self.is_over = hook is not None
         if hook == "training_step":
             return
-        for number, one in enumerate(batch if isinstance(batch, list) else [batch]):
-            if one is not None:
-                self._pending += [OTHERS * number + int(index) for index in torch.as_tensor(one).view(-1)]
+        self._pending += [int(index) for index in torch.as_tensor(batch).view(-1)]
         is_last = progress.is_last_batch or progress.current.ready == self.trainer.num_training_batches
         if progress.current.ready % self.trainer.accumulate_grad_batches == 0 or is_last:
             self.trainer.global_step = self.num_steps
@@ -278,7 +260,7 @@ def run_program(job: Job, starts: list[Start]) -> list[list[Rank]]:
                 checkpoint["bucketddp"]["position"]["generators"] = generators
                 rank.load(checkpoint)
             with warnings.catch_warnings():
-                rank.run(make_loaders(job, start, rank.trainer.global_rank), checkpoint)
+                rank.run(make_loader(job, start, rank.trainer.global_rank), checkpoint)
         outcome.append(ranks)
         assert len({rank.num_batches for rank in ranks}) == 1  # or they would wait for each other for ever
         saved = [rank.save() for rank in ranks]
@@ -370,20 +352,3 @@ def test_another_number_of_ranks_leaves_out_no_sample(program: tuple[Job, list[S
                 # Each time fewer than there are ranks: what does not come out even, and what an epoch is padded with.
                 padding = max(start.num_ranks for start in starts) - 1
                 assert ours.total() - len(ours) <= padding + sum(start.num_ranks - 1 for start in starts[1:])
-
-
-@settings(max_examples=50, deadline=None)
-@given(programs(changes_ranks=False, changes_batches=True), st.integers(1, 30), st.sampled_from(MODES))
-def test_loaders_beside_each_other_go_on_each_with_its_own_samples(
-    program: tuple[Job, list[Start]], num_others: int, mode: str
-) -> None:
-    job = Job(num_samples=program[0].num_samples, accumulate=program[0].accumulate, num_others=num_others, mode=mode)
-    for starts in ([replace(start, batch_size=2) for start in program[1]], program[1]):
-        outcome = run_program(job, starts)
-        [undisturbed] = run_program(job, starts[-1:])
-        for epoch in range(NUM_EPOCHS):
-            if starts is not program[1]:  # batches are the same
-                for rank, alone in enumerate(undisturbed):
-                    assert in_order(outcome, epoch, rank) == alone.seen[epoch]
-            elif mode != "min_size":  # which ends with the shorter one
-                assert trained(outcome, epoch).keys() == trained([undisturbed], epoch).keys()

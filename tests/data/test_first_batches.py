@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
-from lightning_bucketddp.data.uneven_data import FirstBatches, digest_of
+from lightning_bucketddp.data.uneven_data import FirstBatches
 from lightning_bucketddp.wording import wrap
 from tests.support.cases import for_each
 from tests.support.ranks import run_on_ranks
@@ -164,34 +163,3 @@ def test_the_ranks_with_the_same_data_are_named() -> None:
 def test_nothing_is_said_of_other_data(kind: str, options: dict[str, Any], num_steps: int) -> None:
     for outcome in run_on_ranks(fit, kind=kind, **options):
         assert outcome == ([], num_steps)
-
-
-# --- Digests
-
-
-@dataclass(slots=True)
-class Pair:
-    first: Any
-    second: Any
-
-
-# Batches whose tensors hold numbers from `n` on.
-BATCHES: dict[str, Callable[[int], Any]] = {
-    "large": lambda n: (torch.arange(4 * 3 * 64 * 64.0) + n).reshape(4, 3, 64, 64),
-    "long": lambda n: torch.arange(5000) + n,
-    "a view": lambda n: (torch.arange(1000.0) + n).reshape(10, 100).t()[::3],
-    "expanded": lambda n: (torch.arange(3.0) + n).expand(5000, 3),
-    "bfloat16": lambda n: (torch.arange(9.0) + n).bfloat16(),
-    "bool": lambda n: torch.arange(n, n + 2) > 0,
-    "a number": lambda n: torch.tensor(3 + n),
-    "nested": lambda n: {"a": [torch.arange(3), (torch.arange(2) + n, "text")], "b": None},
-    "dataclass": lambda n: Pair(torch.arange(3) + n, 5),
-}
-
-
-@for_each("kind", BATCHES)
-def test_a_digest_is_of_the_content_and_fits_in_a_float(kind: str) -> None:
-    batch = BATCHES[kind](0)
-    digest = digest_of(batch)
-    assert digest == digest_of(BATCHES[kind](0)) == int(float(digest)) > 0
-    assert digest not in (digest_of(BATCHES[kind](1)), digest_of(batch, before=1))

@@ -101,9 +101,6 @@ def test_gradients_that_travel_alone_are_planned_around(num_params: int) -> None
         assert (last_end(profile, plan), len(plan)) == best, profile
 
 
-# --- Against the plan of 25 MiB
-
-
 @for_each("network", [Network("fast", 50e9, 5e-6), Network("slow", 125e6, 3e-5)])
 @for_each("num_ranks", [2, 64, 1024])
 def test_it_is_never_later_than_25_mib(network: Network, num_ranks: int) -> None:
@@ -118,9 +115,6 @@ def test_it_is_never_later_than_25_mib(network: Network, num_ranks: int) -> None
         assert fits(plan, profile, CEILING_BYTES)
         of_25_mib = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=caps)
         assert last_end(profile, plan) <= last_end(profile, of_25_mib) * (1 + 1e-6)
-
-
-# --- Kinds, and what does not arrive
 
 
 @for_each("num_params", range(2, 9))

@@ -102,9 +102,6 @@ def test_a_number_means_that_size_with_small_edges_and_a_list_exactly_that() -> 
     assert ReducerConfig(bucket_cap_mb=[3, 20.5]).caps == BucketCaps((3 * MIB, 20 * MIB + MIB // 2), last=None)
 
 
-# --- Which rank keeps what
-
-
 def test_buckets_of_two_plans_leave_when_their_last_trained_member_has_arrived() -> None:
     # Parameter 5 of the first bucket is not trained at the moment.
     known = [BucketSpec((0, 5), sharded=Sharding(2)), BucketSpec((3,), sharded=Sharding(2))]

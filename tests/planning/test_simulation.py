@@ -15,9 +15,6 @@ from tests.support.cases import for_each
 SIZES = [4_096, 262_144, 2**22, 2**25]
 
 
-# --- Cost
-
-
 def test_outliers_noise_and_the_largest_size_do_not_bend_it() -> None:
     true = AllReduceCost(200e-6, 1 / 5e9)
     rng = random.Random(0)
@@ -60,9 +57,6 @@ def test_a_measured_network_costs_what_was_measured(num_ranks: int) -> None:
     assert again.s_per_byte == pytest.approx(cost.s_per_byte)
 
 
-# --- Profile and timeline
-
-
 def profile_of_three() -> Profile:
     specs = [
         *[ParameterSpec(name, size, "float32") for name, size in [("c", 10), ("b", 20), ("a", 5)]],
@@ -88,9 +82,6 @@ def test_what_did_not_arrive_is_complete_when_backward_ends_and_rows_cost_the_la
     assert [bucket.ready_s for bucket in timeline.buckets] == [30, 32, 32, 32]
     assert [bucket.num_bytes for bucket in timeline.buckets] == [35, 7, 0, 0]
     assert timeline.buckets[-1].end_s == pytest.approx(32 + 1.07 + 1 + 1)
-
-
-# --- Sharded optimizers: how state is divided, and what a step with reduce-scatter and all-gather waits for
 
 
 def random_profile(seed: int) -> Profile:
@@ -128,19 +119,6 @@ def test_a_sharded_step_by_hand() -> None:
     assert timeline.weights_s == 5.5 + 10.5 + 3
     assert timeline.exposed_s == 1 + timeline.weights_s
     assert timeline.step_s == timeline.compute_s + timeline.exposed_s
-
-
-@for_each("seed", range(5))
-def test_both_halves_take_as_long_as_an_all_reduce(seed: int) -> None:
-    profile, cost = random_profile(seed), Network("", 1e9, 1e-5).all_reduce(8)
-    predicted = predict(profile, ReducerConfig(), cost, num_shards=8)
-    whole = simulate(profile, [BucketSpec(b.members, b.sparse, b.alone) for b in predicted.plan], cost)
-    assert predicted.communication_s == pytest.approx(whole.communication_s)
-    assert whole.weights_s == 0
-    # Weights travel as they are, whatever gradients do.
-    halved = predict(profile, ReducerConfig(reduce_dtype="bf16"), cost, num_shards=8)
-    assert halved.weights_s == predicted.weights_s
-    assert halved.end_s < predicted.end_s
 
 
 @for_each("seed", range(5))

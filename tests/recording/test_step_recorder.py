@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from itertools import count
 
 import pytest
 import torch
 
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.recording.schema import Step
-from lightning_bucketddp.recording.writer import StepRecorder, metrics_of, step_of
-from lightning_bucketddp.reducer.observer import Axis, Clock, ReducerStats
+from lightning_bucketddp.recording.writer import metrics_of
+from lightning_bucketddp.reducer.observer import Axis, Clock
 from tests.recording.test_schema import STEP
 from tests.support.cases import for_each
 from tests.support.jobs.recording import (
@@ -67,35 +65,6 @@ def test_an_end_is_seen_when_it_comes_and_not_when_it_is_waited_for() -> None:
     for rank in run_on_ranks(record_a_long_backward):
         first, *_, last = rank.step.buckets
         assert first.ended_s < last.ready_s
-
-
-def test_a_step_that_was_given_up_is_forgotten() -> None:
-    stats = ReducerStats(num_unused=3)
-    recorder = StepRecorder(torch.device("cpu"))
-    recorder.turn_to("forward")
-    recorder.turn_to("backward")
-    recorder.bucket_ready(0)  # and no more: backward has raised
-    assert step_of(recorder.complete(stats, step=1, plan=1), recorder.axis, memory_bytes=0) is None
-    recorder.turn_to("backward")
-    recorder.turn_to("optimizer")
-    stats.num_unused = 5
-    step = step_of(recorder.complete(stats, step=2, plan=1), recorder.axis, memory_bytes=7)
-    assert step is not None
-    assert [span.name for span in step.spans] == ["backward", "optimizer"]
-    assert (step.num_unused, step.memory_bytes) == (2, 7)
-    recorder.turn_to("data")
-    recorder.forget_phase()
-    assert step_of(recorder.complete(stats, step=3, plan=1), recorder.axis, memory_bytes=0) is None
-    recorder.close()
-
-
-def test_an_axis_of_a_cpu_is_exact_also_if_its_process_had_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, perf_counter = Clock(), time.perf_counter
-    reads = count()
-    monkeypatch.setattr(time, "perf_counter", lambda: perf_counter() + next(reads))  # a second from look to look
-    axis = Axis(clock)
-    mark = clock.mark()
-    assert axis.seconds(mark) == pytest.approx(mark, abs=1e-6)
 
 
 def test_an_axis_that_moves_tells_the_same_time() -> None:

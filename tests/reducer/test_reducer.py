@@ -256,25 +256,6 @@ def test_weights_and_buffers_come_from_rank_zero() -> None:
 
 
 @on_ranks()
-def test_ignored_names_are_left_alone() -> None:
-    """Also at the root of the module, where torch DDP cannot ignore by name."""
-    torch.manual_seed(dist.get_rank())
-    model: Any = nn.Module()
-    model.local = nn.Parameter(torch.randn(3, device=device()))
-    model.register_buffer("mine", torch.randn(3, device=device()))
-    model.linear = nn.Linear(3, 3, device=device())
-    model._ddp_params_and_buffers_to_ignore = ["local", "mine"]
-    local, mine = model.local.detach().clone(), model.mine.clone()
-    reducer = build_reducer(model)
-    _backward(reducer, model.linear(model.local).sum() * (1 + dist.get_rank()))
-    assert torch.equal(model.local, local)
-    assert torch.equal(model.mine, mine)
-    summed = model.local.grad.clone()
-    dist.all_reduce(summed)
-    assert not torch.equal(summed, 2 * model.local.grad)
-
-
-@on_ranks()
 def test_retained_graph_survives_the_buffer_broadcast() -> None:
     """A buffer that the graph saved is overwritten with rank 0's between two backwards of it."""
     torch.manual_seed(dist.get_rank())

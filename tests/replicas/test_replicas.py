@@ -75,10 +75,6 @@ UNTRAINABLE: list[tuple[Callable[[], nn.Module], str]] = [
         "`Sequential` has parameters without a shape yet: `1.weight`, `1.bias`. Run one batch through",
     ),
     (
-        lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")),
-        "parameters on several devices: `0.weight`, `0.bias` on cpu; `1.weight`, `1.bias` on meta.",
-    ),
-    (
         lambda: nn.Sequential(nn.Linear(2, 2), *[nn.Linear(2, 2, device="meta") for _ in range(3)]),
         "`1.weight`, `1.bias`, `2.weight` and 3 more on meta. Each process trains on",
     ),

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -241,27 +240,6 @@ def test_compiled_model_trains_like_one_process() -> None:
     one_process = convert_and_copy(model.to(device()).double())
     model.compile(backend="aot_eager")
     assert_same_training(model, one_process)
-
-
-@for_each(
-    ("input_needs_grad", "parameters_need_grad", "expected"),
-    [(True, True, (1, 1)), (False, True, (1, 0)), (True, False, (1, 1))],
-)
-@on_ranks()
-def test_each_pass_costs_at_most_one_collective(
-    input_needs_grad: bool, parameters_need_grad: bool, expected: tuple[int, int]
-) -> None:
-    layer = nn.BatchNorm2d(NUM_CHANNELS).to(device()).requires_grad_(parameters_need_grad)
-    convert_sync_batchnorm(layer, Collectives(device()))
-    inputs = random_rows().requires_grad_(input_needs_grad)
-    with (
-        patch.object(Collectives, "gather", autospec=True, side_effect=Collectives.gather) as gather,
-        patch.object(Collectives, "sum", autospec=True, side_effect=Collectives.sum) as add_up,
-    ):
-        layer(inputs).square().sum().backward()
-    assert (inputs.grad is not None) == input_needs_grad
-    assert (layer.weight.grad is not None) == (layer.bias.grad is not None) == parameters_need_grad
-    assert (gather.call_count, add_up.call_count) == expected
 
 
 @for_each("track_running_stats", [True, False])
