@@ -267,9 +267,6 @@ def test_two_ways_to_write_in_the_background_are_refused() -> None:
     )
 
 
-# --- Fabric
-
-
 @pytest.mark.parametrize("root", ROOTS)
 @on_ranks()
 @like_torchrun()

@@ -185,9 +185,6 @@ def test_a_program_that_ends_waits_for_what_it_writes(tmp_path: Path) -> None:
     assert torch.load(path, weights_only=True)["weight"].tolist() == [1, 1, 1]
 
 
-# --- Snapshots
-
-
 def saved(checkpoint: Any) -> tuple[list[bytes], str]:
     """What `torch.save` writes: each storage, and what comes of it when it is loaded again."""
     file = io.BytesIO()
@@ -231,8 +228,6 @@ def test_later_changes_do_not_reach_a_snapshot() -> None:
     options["lr"] = 0.2
     assert saved(snapshot) == expected
 
-
-# --- Which weights are not finite, and where a checkpoint goes that has such
 
 BAD = ["weight"]
 DTYPES = ["float32", "float64", "float16", "bfloat16", "float8_e5m2", "complex64"]

@@ -105,6 +105,8 @@ def train(
     save: str | None = None,
     directory: Path | None = None,
     resume_from: Path | None = None,
+    validate_first: Path | None = None,
+    load_after_fit: Path | None = None,
     save_to: Path | None = None,
     weights_only: bool = False,
     **options: Any,
@@ -124,9 +126,13 @@ def train(
             **{"num_sanity_val_steps": 0, "limit_val_batches": 1, **options},
         )
         module = Dropped(seen, asks_for_steps=asks_for_steps, torch_seed=torch_seed)
+        if validate_first is not None:
+            trainer.validate(module, _loader(0), ckpt_path=validate_first, verbose=False)
         for fit in range(1, fits + 1):
             trainer.fit_loop.max_epochs = fit * max_epochs
             trainer.fit(module, _loader(num_workers), _loader(0), ckpt_path=resume_from)
+            if load_after_fit is not None:
+                trainer.strategy.load_checkpoint(load_after_fit)
         if save_to is not None:
             trainer.save_checkpoint(save_to, weights_only=weights_only)
     seen.weights.append(_weights(module))
@@ -182,13 +188,15 @@ def test_equal_runs_give_equal_results_and_other_seeds_others() -> None:
     assert [rank.dropout_masks for rank in without] == [rank.dropout_masks for rank in seeded]
 
 
-def test_what_is_drawn_or_seeded_before_training_does_not_count() -> None:
+def test_what_is_drawn_seeded_or_loaded_before_training_does_not_count(tmp_path: Path) -> None:
     assert trained(num_sanity_val_steps=1) == trained()
-    assert [rank.dropout_masks for rank in trained(torch_seed=5)] == [rank.dropout_masks for rank in trained()]
-
-
-def test_a_second_fit_does_not_repeat_the_first() -> None:
-    for rank in trained(fits=2, max_epochs=1):
+    trained(max_epochs=1, save_to=tmp_path / "1.ckpt")
+    for before in ({"torch_seed": 5}, {"validate_first": tmp_path / "1.ckpt"}):
+        assert [rank.dropout_masks for rank in trained(**before)] == [rank.dropout_masks for rank in trained()]
+    ranks, plain = (trained(fits=2, max_epochs=1, **loads) for loads in ({"load_after_fit": tmp_path / "1.ckpt"}, {}))
+    for rank, expected in zip(ranks, plain, strict=True):
+        assert rank.dropout_masks == expected.dropout_masks
+        # A second fit does not repeat the first.
         assert rank.dropout_masks[:3] != rank.dropout_masks[3:]
 
 

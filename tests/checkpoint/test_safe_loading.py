@@ -109,6 +109,10 @@ def test_a_path_that_only_one_rank_has_is_refused(own: Path) -> None:
     assert rank_one == (cause, 0)
 
 
+def test_without_a_checkpoint_every_rank_starts_afresh(tmp_path: Path) -> None:
+    assert run_on_ranks(resume, directory=tmp_path) == [("", 20)] * 2
+
+
 def test_what_could_run_code_is_refused_on_every_rank(own: Path) -> None:
     for rank in range(2):
         path = own / str(rank) / "last.ckpt"

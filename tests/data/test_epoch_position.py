@@ -174,7 +174,8 @@ class Rank:
             is_first = False
 
     def _set_epoch(self, epoch: int) -> None:
-        for sampler in (self.loader.sampler, getattr(self.loader.batch_sampler, "sampler", None)):
+        samplers: tuple[Any, ...] = (self.loader.sampler, getattr(self.loader.batch_sampler, "sampler", None))
+        for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 

@@ -190,9 +190,6 @@ def test_what_is_logged_and_measured_is_that_of_one_process(world_size: int) -> 
             assert counted == expected[2]
 
 
-# --- batch samplers of the user's
-
-
 class Pairs(BatchSampler):
     """An anchor and what belongs to it, which lie far apart."""
 
@@ -250,9 +247,6 @@ class LooksAgain(Callback):
 def test_batches_count_once_if_a_callback_looks_at_the_first_one_meanwhile() -> None:
     loader = DataLoader(Numbered(2 * 5), batch_sampler=UnsizedPairs(range(2 * 5), 2, drop_last=False))
     assert run_stage(Agreement(5), loader, callbacks=[LooksAgain()]) == {"agreement": 1.0, "number": 5.0}
-
-
-# --- fewer samples than ranks
 
 
 class OwnValue(Evaluated):

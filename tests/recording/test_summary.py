@@ -15,10 +15,12 @@ from lightning_bucketddp.recording.schema import (
     RecordedBucket,
     RecordedPlan,
     Run,
+    Span,
 )
 from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import RankNumbers, TypicalStep, plan_in
 from lightning_bucketddp.reducer.observer import OuterStepStats
+from tests.recording.test_schema import STEP
 from tests.support.cases import for_each
 
 MS = 1e-3
@@ -251,6 +253,23 @@ def test_there_are_three_at_most_the_best_come_first_and_what_gains_little_is_le
     ranks = [numbers(0, exposed=12, data=6), numbers(1, exposed=4, data=6, forward=25)]
     texts = suggested(ranks, ONE_BUCKET)
     assert [text.split(" ")[0] for text in texts] == ["rank", "a", '`reduce_dtype="bf16"`']
+
+
+def test_the_lag_is_that_of_the_last_steps_that_were_not_replayed() -> None:
+    steps = [replace(STEP, lag_s=lag) for lag in (9.0, 8.0, None, 1.0, 3.0, 2.0)]
+    replayed = replace(STEP, lag_s=0.0, num_replayed=1)
+    assert RankNumbers.of(RUN, [*steps, replayed]).lag_s == 2.0
+    assert RankNumbers.of(RUN, [STEP]).lag_s is None
+
+
+def test_phases_add_up_to_the_steps_whatever_varies() -> None:
+    # Steps of 9 seconds, of which the same phase is never twice the longest: each phase's median is that of the others.
+    spans: list[tuple[Any, ...]] = [("forward", 7, 1, 1), ("backward", 1, 7, 1), ("optimizer", 1, 1, 7)]
+    steps = []
+    for n in range(3):
+        ends = [sum(span[1 + n] for span in spans[:i]) for i in range(4)]
+        steps.append(replace(STEP, spans=[Span(spans[i][0], ends[i], ends[i + 1]) for i in range(3)]))
+    assert RankNumbers.of(RUN, steps * 4).step_s == pytest.approx(9)
 
 
 def test_the_late_bucket_takes_its_part_of_what_is_exposed() -> None:

@@ -226,6 +226,17 @@ def test_every_kind_of_gradient_is_checked(case: str, parameter: str) -> None:
     assert raised_on_all(case=case, bad=Bad(parameter)) == RAISED.format(named(parameter))
 
 
+@for_each("parameter", ["0.bias", None])
+def test_one_process_alone_is_checked(parameter: str | None) -> None:
+    [rank] = trained(world_size=1, bad=Bad(parameter, ranks=[0]), on_nonfinite="raise")
+    assert rank.error == RAISED.format(named(parameter, rank=0))
+
+
+def test_gradients_of_the_first_backward_are_checked_without_the_loss() -> None:
+    error = raised_on_all(bad=Bad("0.weight", step=0), checks_loss=False)
+    assert "in backward 1: the gradient of `0.weight` on rank 1" in error
+
+
 @pytest.mark.parametrize("reads_late", [False, True])
 def test_one_process_alone_warns_of_its_loss_and_does_not_check_gradients(reads_late: bool) -> None:
     [rank] = trained(world_size=1, bad=Bad(None, ranks=[0]), on_nonfinite="warn", reads_late=reads_late)

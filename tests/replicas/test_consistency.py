@@ -144,9 +144,6 @@ def flip_in_a_loop(*, on_divergence: OnDivergence, on_rank: int) -> str:
     return "no error"
 
 
-# --- Checksums
-
-
 @for_each("dtype", DTYPES)
 def test_every_bit_counts(dtype: torch.dtype) -> None:
     every_bit_counts(dtype)
@@ -170,9 +167,6 @@ def test_layouts_that_are_not_contiguous_have_checksums() -> None:
     assert checksum(numbers[::2]) == checksum(numbers[::2].clone())
     conjugate = torch.randn(4, dtype=torch.complex64).conj()
     assert checksum(conjugate) == checksum(conjugate.resolve_conj())
-
-
-# --- Votes
 
 
 @for_each(
@@ -204,17 +198,11 @@ def test_most_ranks_are_right(values: list[dict[str, Any]], source: int, text: s
     assert find_divergence(dict.fromkeys(range(3), values[0]), numbers={"lr"}) is None
 
 
-# --- Periodic checks
-
-
 @for_each("on_divergence", ["raise", "heal", "log"])
 def test_drift_in_a_bare_loop(on_divergence: str) -> None:
     expected = "after 6 synchronised backwards: `optimizer 0: exp_avg_sq of 0.weight` differs between rank 0 and rank"
     for error in run_on_ranks(flip_in_a_loop, on_divergence=on_divergence, on_rank=1):
         assert expected in error if on_divergence == "raise" else error == "no error"
-
-
-# --- Sets that change on one rank
 
 
 @for_each("is_known", [True, False])
@@ -223,9 +211,6 @@ def test_a_layer_that_one_rank_freezes_is_named(is_known: bool, overlap: bool) -
     errors = run_on_ranks(freeze_on_one_rank_in_mid_training, is_known=is_known, overlap=overlap)
     text = "step 4: `0.weight` has requires_grad True on rank 0 but False on rank 1."
     assert all(error.startswith(text) for error in errors), errors
-
-
-# --- Options
 
 
 @for_each("strategy", [BucketDDPStrategy, FabricStrategy])

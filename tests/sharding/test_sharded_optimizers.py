@@ -215,9 +215,6 @@ def test_trying_leaves_nothing_behind() -> None:
     assert (dict(optimizer.state), hook_calls) == ({}, [])
 
 
-# --- Through Lightning
-
-
 class Module(models.Regression):
     def __init__(self, make: Make) -> None:
         super().__init__()

@@ -180,21 +180,18 @@ def test_gradients_that_were_accumulated_are_divided(shard: bool | str) -> None:
 # --- Which optimizers
 
 
-@on_ranks()
-def test_an_optimizer_that_has_raised_steps_again() -> None:
-    """Train on after an optimizer has raised in a step, as without sharding."""
-    whole, sharded = (Run(optimizer="lamb", shard=option).train(range(2)) for option in (False, True))
-    for run in (whole, sharded):
-        run.inner.zero_grad()
-        run.differentiate(2)
-        of_group = run.inner.param_groups[0].pop("eps")
-        assert raised_by(run.inner.step).startswith("KeyError")
-        run.inner.param_groups[0]["eps"] = of_group
-        run.train(range(3, 5))
-    torch.testing.assert_close(sharded.weights, whole.weights, rtol=1e-6, atol=1e-6)
-
-
 # --- Gradients and weights between steps
+
+
+@on_ranks()
+def test_a_parameter_of_two_optimizers_is_refused() -> None:
+    run = Run()
+    assert run.shards is not None
+    run.shards.add(torch.optim.SGD(run.model[0].parameters(), lr=0.1))  # type: ignore[index]
+    assert raised_by(lambda: run.train([0])) == (
+        "ValueError: A parameter of shape (32, 8) belongs to two optimizers, `AdamW` and `SGD`: its state cannot be"
+        " divided. Give each parameter to one optimizer, or set `shard_optimizer=False`."
+    )
 
 
 @pytest.mark.parametrize("shard", [True, "parameters"])
