@@ -88,7 +88,7 @@ def test_a_healthy_machine_is_healthy(tmp_path: Path, capsys: Capture) -> None:
     assert status == 0, errors
     seen = json.loads(printed)
     assert seen["verdict"] == "warning"
-    assert "NCCL_P2P_DISABLE=1 on " in " ".join(said(seen["findings"], "warning"))
+    assert "Unset `NCCL_P2P_DISABLE` for a long run." in " ".join(said(seen["findings"], "warning"))
     assert [rank["rank"] for rank in seen["ranks"]] == [0, 1]
     assert {finding["theme"] for finding in seen["findings"]} >= {"Software", "GPUs", "Network", "Limits", "Ports"}
     sizes = seen["all_reduce"]["by_size"]
@@ -437,9 +437,10 @@ def test_settings_that_cost_speed_are_named(this_rank: dict[str, Any]) -> None:
 def test_limits_are_judged_by_what_is_needed(this_rank: dict[str, Any]) -> None:
     ranks = two_hosts(this_rank)
     ranks[0]["network"]["infiniband_gbit"] = 200.0
-    ranks[0]["resources"] |= {"locked_memory": 64 * 1024, "shared_memory": None}
+    ranks[0]["resources"] |= {"open_files": 200, "locked_memory": 64 * 1024, "shared_memory": None}
     ranks[1]["resources"] |= {"processes": 100, "memory_available": 1000, "cores": 0, "open_files": 1024}
-    locked, shared = texts(host.judge_limits(ranks), Severity.ERROR)
+    few, locked, shared = texts(host.judge_limits(ranks), Severity.ERROR)
+    assert few.startswith("A process may open only 200 files on host0; ")
     assert locked.startswith("Locked memory is limited to 0.0625 MiB on host0, and InfiniBand needs as much as it can")
     assert shared.startswith("There is no /dev/shm on host0, which data workers hand batches through.")
     files, processes, cores, memory = texts(host.judge_limits(ranks[1:]), Severity.WARNING)
