@@ -82,7 +82,7 @@ def said(findings: list[dict[str, str]], verdict: str) -> list[str]:
 
 def test_a_healthy_machine_is_healthy(tmp_path: Path, capsys: Capture) -> None:
     """With warnings only, and nothing but JSON on the standard output."""
-    variables = {"NCCL_P2P_DISABLE": "1"}
+    variables = {"NCCL_P2P_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     arguments = [*COMMAND, "--processes", "2", "--json", "--checkpoints", str(tmp_path)]
     [(status, printed, errors)] = start(Program(arguments, variables), directory=tmp_path)
     assert status == 0, errors

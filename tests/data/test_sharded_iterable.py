@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -218,11 +217,6 @@ class ByArgument(Numbers):
         return itertools.islice(super().__iter__(), self.rank, None, self.world_size)
 
 
-class ByVariable(Numbers):
-    def __iter__(self) -> Iterator[Tensor]:
-        return itertools.islice(super().__iter__(), int(os.environ.get("RANK", 0)), None, 2)
-
-
 def set_part(_: int) -> None:
     worker: Any = get_worker_info()
     worker.dataset.num_samples //= worker.num_workers
@@ -239,7 +233,6 @@ class AsksElsewhere(Numbers):
         (ByWorker(8), {"num_workers": 2}, "`get_worker_info`"),
         (ByRank(8), {}, "`get_rank`"),
         (ByArgument(8), {}, "`world_size`"),
-        (ByVariable(8), {}, "`RANK`"),
         (ChainDataset([Numbers(8), ByRank(8)]), {}, "`get_rank`"),
         (Numbers(8), {"num_workers": 2, "worker_init_fn": set_part}, "`get_worker_info`"),
     ],
