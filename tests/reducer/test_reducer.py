@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import weakref
 from collections import Counter
 from contextlib import nullcontext
@@ -243,6 +244,20 @@ def test_strides_follow_the_parameter() -> None:
 
 
 @on_ranks()
+def test_copies_and_the_module_of_a_closed_reducer_carry_nothing_of_ours() -> None:
+    model = _model()
+    reducer = build_reducer(model)
+    _backward(reducer, model(batch(0, 0)).sum())
+    for module in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
+        if module is model:
+            reducer.close()
+        with all_reduced() as reduced:
+            module(batch(0, 1)).sum().backward()
+        assert not reduced
+        assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
+
+
+@on_ranks()
 def test_weights_and_buffers_come_from_rank_zero() -> None:
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device())
@@ -253,6 +268,25 @@ def test_weights_and_buffers_come_from_rank_zero() -> None:
         reference = tensor.clone()
         dist.broadcast(reference, src=0)
         assert torch.equal(reference, tensor)
+
+
+@on_ranks()
+def test_ignored_names_are_left_alone() -> None:
+    """Also at the root of the module, where torch DDP cannot ignore by name."""
+    torch.manual_seed(dist.get_rank())
+    model: Any = nn.Module()
+    model.local = nn.Parameter(torch.randn(3, device=device()))
+    model.register_buffer("mine", torch.randn(3, device=device()))
+    model.linear = nn.Linear(3, 3, device=device())
+    model._ddp_params_and_buffers_to_ignore = ["local", "mine"]
+    local, mine = model.local.detach().clone(), model.mine.clone()
+    reducer = build_reducer(model)
+    _backward(reducer, model.linear(model.local).sum() * (1 + dist.get_rank()))
+    assert torch.equal(model.local, local)
+    assert torch.equal(model.mine, mine)
+    summed = model.local.grad.clone()
+    dist.all_reduce(summed)
+    assert not torch.equal(summed, 2 * model.local.grad)
 
 
 @on_ranks()
