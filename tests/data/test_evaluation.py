@@ -127,3 +127,19 @@ def test_samplers_draw_alike_on_all_ranks_and_anew_in_each_pass_and_leave_random
 
     assert draw(rank=0, seed=7) == draw(rank=1, seed=7)
     assert len({tuple(samples) for seed in (7, 8) for samples in draw(0, seed)}) == 6
+
+
+def test_a_share_looks_like_what_it_is_a_share_of() -> None:
+    class Bucketing(ByParity):
+        buckets = 7
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    original = Bucketing(range(9), 2, drop_last=False)
+    exact = divided(DataLoader(Numbered(9), batch_sampler=original), Part(0, 2, seed=0))
+    assert isinstance(exact.batch_sampler, BatchSampler)
+    share: Any = exact.batch_sampler
+    assert (share.batch_size, share.drop_last, share.buckets) == (2, False, 7)
+    share.set_epoch(3)
+    assert original.epoch == 3

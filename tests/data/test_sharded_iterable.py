@@ -22,6 +22,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.data.sharded_iterable import IterableSharding, ShardedIterable
+from lightning_bucketddp.strategies.fit_state import LoaderPreparation
 from tests.support.cases import for_each
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer, workers_allowed
@@ -187,6 +188,21 @@ def test_workers_may_be_spawned() -> None:
     dealt.num_read = 4
     copied = pickle.loads(pickle.dumps(dealt))
     assert numbers_in(iter(copied)) == [[5], [7], [9]]
+
+
+def test_a_loader_that_was_dealt_is_not_dealt_twice() -> None:
+    loaders: Any = LoaderPreparation()
+    dealt = DataLoader(Numbers(10), batch_size=None)
+    for rank in range(2):
+        dealt = loaders.prepare(dealt, [IterableSharding(rank=rank, world_size=2, warn=pytest.fail)])
+    # As for an evaluation: rank 1 repeats the batches 8 and 9 of rank 0.
+    assert numbers_in(iter(dealt)) == [[1], [3], [5], [7], [8], [9]]
+
+
+def test_workers_from_before_are_not_kept() -> None:
+    loader = DataLoader(Numbers(8), batch_size=2, num_workers=1, persistent_workers=True)
+    assert numbers_in(iter(loader)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert numbers_in(iter(deal(loader))) == [[0, 2], [4, 6]]
 
 
 # --- Datasets that take their part by themselves
