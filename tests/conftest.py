@@ -14,6 +14,7 @@ from pathlib import Path
 import lightning.pytorch  # noqa: F401
 import pytest
 import pytorch_lightning  # noqa: F401
+import torch
 
 # Their assertions are those of the tests that call them.
 pytest.register_assert_rewrite("tests.support.programs")
@@ -21,6 +22,9 @@ pytest.register_assert_rewrite("tests.support.programs")
 from tests.support import warm  # noqa: E402
 from tests.support.leaks import ProcessState  # noqa: E402
 from tests.support.ranks import close_pools, pids_of_pools  # noqa: E402
+
+# As the ranks have: where there are few cores, threads of several workers wait for each other most of the time.
+torch.set_num_threads(1)
 
 # A background job, or one under `nohup`, is started with signals ignored, and so would be what it starts. A handler,
 # even one that does nothing, is not handed down.

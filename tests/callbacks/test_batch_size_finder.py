@@ -11,44 +11,18 @@ import pytest
 from lightning_bucketddp.config import LocalSteps
 from tests.support.programs import SCRIPTS, run
 from tests.support.ranks import run_on_ranks
-from tests.support.scripts.batch_sizes import SAMPLES_PER_RANK, Found, Memory, find, refusal
+from tests.support.scripts.batch_sizes import SAMPLES_PER_RANK, Memory, find, refusal
 
 # Of these, 32 samples are too many.
 TRIED = [2, 4, 8, 16, 32]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What Lightning's own finder does in one process."""
+def test_one_rank_without_memory_is_enough(tmp_path: Path) -> None:
+    # What Lightning's own finder does in one process; and a fit in which nothing was looked for.
     options: dict[str, Any] = {"memory": Memory(rank=0), "mode": "binsearch", "is_ours": False}
-    [found] = run_on_ranks(find, world_size=1, directory=tmp_path_factory.mktemp("alone"), **options)
-    assert isinstance(found, Found)
-    return found
-
-
-@pytest.fixture(scope="module")
-def fitted(alone: Found, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """A fit with the batch size that is found, in which nothing was looked for."""
-    found: Found = run_on_ranks(find, fixed=alone.size, directory=tmp_path_factory.mktemp("fitted"))[0]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("rank", "where", "step"),
-    [
-        (0, "forward", 0),
-        (1, "backward", 0),
-        (1, "optimizer", 1),
-        pytest.param(1, "forward", 2, marks=pytest.mark.long),
-        pytest.param(1, "before_backward", 0, marks=pytest.mark.long),
-        pytest.param(0, "backward", 2, marks=pytest.mark.long),
-    ],
-)
-@pytest.mark.sampled(1)
-def test_one_rank_without_memory_is_enough(
-    rank: int, where: str, step: int, alone: Found, fitted: Found, tmp_path: Path
-) -> None:
-    memory = Memory(rank=rank, where=where, step=step)
+    [alone] = run_on_ranks(find, world_size=1, directory=tmp_path, **options)
+    fitted, _ = run_on_ranks(find, fixed=alone.size, directory=tmp_path)
+    memory = Memory(where="backward")
     for found in run_on_ranks(find, memory=memory, mode="binsearch", directory=tmp_path):
         assert (found.size, found.sizes) == (alone.size, alone.sizes)
         # The trials have left nothing behind.
@@ -62,13 +36,10 @@ def test_one_rank_without_memory_is_enough(
     "search",
     [
         {"memory": Memory(where="validation", step=1), "val_check_interval": 1},
-        {"memory": Memory(where="forward", error=RuntimeError), "sync_batchnorm": True},
         {"memory": Memory(where="bucket", step=1), "mode": "binsearch"},
-        {"by": "tuner"},
     ],
-    ids=["validation", "sync_batchnorm", "bucket", "tuner"],
+    ids=["validation", "bucket"],
 )
-@pytest.mark.sampled(2)
 def test_the_others_wait_in_whatever_collective(search: dict[str, Any], tmp_path: Path) -> None:
     first, second = run_on_ranks(find, directory=tmp_path, **search)
     assert first.size == second.size
@@ -79,11 +50,9 @@ def test_the_others_wait_in_whatever_collective(search: dict[str, Any], tmp_path
     assert first.trained_in_mode == {True}
 
 
-@pytest.mark.parametrize(("by", "method"), [("callback", "validate"), ("tuner", "test"), ("callback", "predict")])
-@pytest.mark.sampled(1)
-def test_evaluation_is_tried_too(by: str, method: str, tmp_path: Path) -> None:
+def test_evaluation_is_tried_too_by_the_tuner(tmp_path: Path) -> None:
     memory = Memory(where="validation")
-    first, second = run_on_ranks(find, memory=memory, method=method, by=by, directory=tmp_path)
+    first, second = run_on_ranks(find, memory=memory, method="test", by="tuner", directory=tmp_path)
     assert first.size == second.size == 16
     assert first.sizes == second.sizes
     assert set(first.sizes) == set(TRIED)

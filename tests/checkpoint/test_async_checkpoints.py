@@ -128,13 +128,10 @@ def test_training_goes_on_and_the_weights_of_the_step_are_saved(tmp_path: Path) 
     ("world_size", "options", "saved_after", "trained"),
     [
         (1, {}, 2, 2),
-        (1, {"gradient_weight": "batch_size"}, 2, 2),
-        (2, {}, 2, 3),
         (2, {"uneven_data": True}, 2, 3),
         (2, {}, 10, 10),
     ],
 )
-@pytest.mark.sampled(2)
 @on_ranks()
 @like_torchrun()
 def test_a_failed_write_is_raised_on_every_rank_at_the_next_step_or_at_the_end(
@@ -268,9 +265,6 @@ def test_two_ways_to_write_in_the_background_are_refused() -> None:
         "ValueError: `async_checkpoints=True` and the plugin `AsyncCheckpointIO` both write in the background. Pass one"
         " of them."
     )
-
-
-# --- Fabric
 
 
 @pytest.mark.parametrize("root", ROOTS)

@@ -87,9 +87,6 @@ def load(path: Path | str, **options: Any) -> Any:
     return BucketDDPCheckpointIO().load_checkpoint(path, **options)
 
 
-# --- Harmless types
-
-
 @for_each("name", HARMLESS)
 @for_each("as_archive", [True, False])
 def test_a_harmless_type_is_loaded(name: str, as_archive: bool, tmp_path: Path) -> None:
@@ -145,9 +142,6 @@ def test_what_the_user_has_allowed_stays_allowed(tmp_path: Path) -> None:
 class _Own:
     def __init__(self, value: int) -> None:
         self.value = value
-
-
-# --- What is not harmless
 
 
 class _Touches:

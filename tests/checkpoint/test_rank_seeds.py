@@ -163,7 +163,7 @@ def test_with_ddp_and_by_default_all_ranks_drop_and_augment_alike() -> None:
     assert trained(strategy="bucketddp") == trained(rank_seeds=False) == ddp
 
 
-@for_each("options", [{}, {"asks_for_steps": True}, {"num_workers": 1}, {"num_workers": 1, "asks_for_steps": True}])
+@for_each("options", [{}, {"asks_for_steps": True}, {"num_workers": 1}])
 def test_ranks_drop_and_augment_each_in_its_own_way(options: dict[str, Any]) -> None:
     ranks = trained(**options)
     assert all(one != other for one, other in zip(*(rank.dropout_masks for rank in ranks), strict=True))
@@ -194,11 +194,9 @@ def test_what_is_drawn_seeded_or_loaded_before_training_does_not_count(tmp_path:
     for before in ({"torch_seed": 5}, {"validate_first": tmp_path / "1.ckpt"}):
         assert [rank.dropout_masks for rank in trained(**before)] == [rank.dropout_masks for rank in trained()]
     ranks, plain = (trained(fits=2, max_epochs=1, **loads) for loads in ({"load_after_fit": tmp_path / "1.ckpt"}, {}))
-    assert [rank.dropout_masks for rank in ranks] == [rank.dropout_masks for rank in plain]
-
-
-def test_a_second_fit_does_not_repeat_the_first() -> None:
-    for rank in trained(fits=2, max_epochs=1):
+    for rank, expected in zip(ranks, plain, strict=True):
+        assert rank.dropout_masks == expected.dropout_masks
+        # A second fit does not repeat the first.
         assert rank.dropout_masks[:3] != rank.dropout_masks[3:]
 
 
@@ -213,14 +211,11 @@ def test_the_seeds_are_logged_in_one_line() -> None:
     [
         ("after_validation", 3, 1, 0),
         ("end_of_epoch", 3, 1, 1),
-        ("end_of_epoch", 6, 0, 0),
         # Lightning does not make up for the validation that would have come after it.
         ("after_last_batch", 3, 0, 1),
         ("within_epoch", 2, 1, 0),
-        ("after_last_batch", 3, 0, 0),
     ],
 )
-@pytest.mark.sampled(4)
 def test_a_resumed_run_goes_on_with_the_same_random_numbers(
     save: str, step: int, validates: int, num_workers: int, tmp_path: Path
 ) -> None:
@@ -239,9 +234,8 @@ def test_a_resumed_run_goes_on_with_the_same_random_numbers(
             assert rank.weights == expected.weights
 
 
-@pytest.mark.parametrize("asks_for_steps", [False, True])
-def test_training_longer_goes_on_with_the_same_random_numbers(asks_for_steps: bool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"asks_for_steps": True} if asks_for_steps else {}
+def test_training_longer_goes_on_with_the_same_random_numbers(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"asks_for_steps": True}
     trained(max_epochs=1, save_to=tmp_path / "1.ckpt", **options)
     for rank, expected in zip(trained(resume_from=tmp_path / "1.ckpt", **options), trained(**options), strict=True):
         assert rank.augmentations == expected.augmentations[3:]

@@ -67,13 +67,11 @@ def own(saved: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("ckpt_path", ["last", "last.ckpt"])
-def test_equal_files_of_several_hosts_are_one_checkpoint(ckpt_path: str, own: Path) -> None:
-    assert run_on_ranks(resume, directory=own, ckpt_path=ckpt_path) == [("", 20)] * 2
+def test_equal_files_of_several_hosts_are_one_checkpoint(own: Path) -> None:
+    assert run_on_ranks(resume, directory=own) == [("", 20)] * 2
 
 
-@pytest.mark.parametrize("function", ["fit", "test"])
-@pytest.mark.parametrize("damaged", [0, 1])
+@pytest.mark.parametrize(("damaged", "function"), [(0, "test"), (1, "fit")])
 def test_damage_on_one_rank_is_raised_on_every_rank(damaged: int, function: str, own: Path) -> None:
     path = own / str(damaged) / "last.ckpt"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -139,9 +137,6 @@ def test_a_rank_may_load_alone_while_training(saved: Path) -> None:
     make_trainer("bucketddp", max_epochs=1).fit(Loads(), models.loader())
     keys = [f"layers.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")]
     assert loaded == (keys if dist.get_rank() == 0 else [])
-
-
-# --- Fabric
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
-from lightning_bucketddp.comm.connections import SETTINGS, host_of, more_sockets, nccl_settings, uses_sockets_untuned
+from lightning_bucketddp.comm.connections import SETTINGS, more_sockets, nccl_settings, uses_sockets_untuned
 from lightning_bucketddp.comm.process_group import access_store
 from lightning_bucketddp.wording import wrap
 from tests.support.cases import for_each
@@ -88,9 +88,6 @@ def make_machine(root: Path, files: dict[str, str] | None = None) -> Path:
     return root
 
 
-# --- What a machine and its user want
-
-
 @for_each(
     ("files", "variables", "is_tuned"),
     [
@@ -127,37 +124,6 @@ def test_more_sockets_are_used_where_nothing_else_was_chosen(
     assert uses_sockets_untuned(nccl_settings(variables, root=root), root) is is_tuned
 
 
-def test_an_unknown_machine_gets_more_sockets_and_an_empty_list_of_infiniband_is_none(tmp_path: Path) -> None:
-    assert uses_sockets_untuned({}, tmp_path / "no such machine")
-    (tmp_path / "sys/class/infiniband").mkdir(parents=True)
-    assert uses_sockets_untuned({}, tmp_path)
-
-
-def test_settings_are_those_that_nccl_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_machine, of_user = (f"NCCL_NET={who}\nNCCL_DEBUG={who}\n" for who in ("machine", "user"))
-    root = make_machine(tmp_path, {MACHINE: f"{of_machine}NCCL_ALGO=machine\n", HOME: of_user})
-    assert nccl_settings({"NCCL_NET": "environment", "PATH": "no matter"}, root=root) == {
-        "NCCL_NET": "environment",
-        "NCCL_DEBUG": "user",
-        "NCCL_ALGO": "machine",
-    }
-    # A relative file is the one that NCCL opens.
-    (tmp_path / "my.conf").write_text("NCCL_SOCKET_NTHREADS=1")
-    monkeypatch.chdir(tmp_path)
-    assert nccl_settings({"NCCL_CONF_FILE": "my.conf"})["NCCL_SOCKET_NTHREADS"] == "1"
-
-
-def test_hosts_are_those_that_nccl_sees(tmp_path: Path) -> None:
-    assert host_of({"NCCL_HOSTID": "a"}, root=tmp_path) == "a"
-    boots = [tmp_path / "none", *(tmp_path / number for number in "12")]
-    for root in boots[1:]:
-        make_machine(root, {"/proc/sys/kernel/random/boot_id": f"{root.name}\n"})
-    assert len({host_of({}, root=root) for root in boots}) == 3
-
-
-# --- Ranks
-
-
 A, B = {"NCCL_HOSTID": "a"}, {"NCCL_HOSTID": "b"}
 
 
@@ -166,11 +132,10 @@ A, B = {"NCCL_HOSTID": "a"}, {"NCCL_HOSTID": "b"}
     [
         ([A, B], None, [SETTINGS, SETTINGS]),
         ([A, A], None, [{}, {}]),
-        ([{}, {}], None, [{}, {}]),  # one host, by its name
         ([A, {**B, "NCCL_SOCKET_NTHREADS": "3"}], None, [{}, {"NCCL_SOCKET_NTHREADS": "3"}]),
         ([A, B], {MACHINE: "NCCL_NSOCKS_PERTHREAD=2\n"}, [{}, {}]),
     ],
-    ids=["two hosts", "one host", "one by its name", "set on one", "set in one's file"],
+    ids=["two hosts", "one host", "set on one", "set in one's file"],
 )
 def test_ranks_of_several_hosts_set_the_same_or_nothing(
     variables: list[dict[str, str]], file_of_one: dict[str, str] | None, expected: list[dict[str, str]], tmp_path: Path

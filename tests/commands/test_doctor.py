@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-import resource
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,9 +24,8 @@ from lightning_bucketddp.commands.doctor import (
     network,
     observe,
     print_diagnosis,
-    stdout_on_stderr,
 )
-from lightning_bucketddp.commands.doctor.finding import Finding, NeverEnded, ProbeGroup, Severity, within
+from lightning_bucketddp.commands.doctor.finding import Finding, NeverEnded, ProbeGroup, Severity
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.cost import AllReduceCost
 from lightning_bucketddp.startup.store import StoreAddress
@@ -85,13 +82,13 @@ def said(findings: list[dict[str, str]], verdict: str) -> list[str]:
 
 def test_a_healthy_machine_is_healthy(tmp_path: Path, capsys: Capture) -> None:
     """With warnings only, and nothing but JSON on the standard output."""
-    variables = {"OMP_NUM_THREADS": str(2 * (os.cpu_count() or 1))}
+    variables = {"NCCL_P2P_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     arguments = [*COMMAND, "--processes", "2", "--json", "--checkpoints", str(tmp_path)]
     [(status, printed, errors)] = start(Program(arguments, variables), directory=tmp_path)
     assert status == 0, errors
     seen = json.loads(printed)
     assert seen["verdict"] == "warning"
-    assert "Set `OMP_NUM_THREADS=" in " ".join(said(seen["findings"], "warning"))
+    assert "Unset `NCCL_P2P_DISABLE` for a long run." in " ".join(said(seen["findings"], "warning"))
     assert [rank["rank"] for rank in seen["ranks"]] == [0, 1]
     assert {finding["theme"] for finding in seen["findings"]} >= {"Software", "GPUs", "Network", "Limits", "Ports"}
     sizes = seen["all_reduce"]["by_size"]
@@ -192,15 +189,13 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
     assert setting.startswith("GLOO_SOCKET_IFNAME=nosuch0, but there is no such interface. Set it to one of ")
 
 
-@pytest.fixture(params=["gloo", pytest.param("cpu:gloo,cuda:nccl", marks=pytest.mark.long)])
-def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ProbeGroup:
-    """One rank, whose process group is of gloo; torch may say that NCCL is part of it, as it is on a GPU."""
-    monkeypatch.setattr(dist, "get_backend", lambda group=None: request.param)
+@pytest.fixture
+def alone() -> ProbeGroup:
     point = StoreAddress(address="127.0.0.1", port=own_port(), rank=0, world_size=1, local_rank=0)
     return ProbeGroup(store=point, is_spawned=True)
 
 
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt(), ValueError("a bug")], ids=repr)
+@for_each("error", [None, KeyboardInterrupt(), ValueError("a bug")])
 def test_no_process_group_is_left(alone: ProbeGroup, error: BaseException | None) -> None:
     with pytest.raises(type(error)) if error else nullcontext(), alone.join(timeout_s=20) as (hosts, _):
         assert hosts.gather_json(1) == [1]
@@ -211,13 +206,6 @@ def test_no_process_group_is_left(alone: ProbeGroup, error: BaseException | None
     assert not dist.distributed_c10d._world.pg_map
 
 
-def test_a_process_group_in_use_is_not_waited_for(alone: ProbeGroup) -> None:
-    expected = r"talking did not end within 0\.01 s"
-    with pytest.raises(NeverEnded, match=expected), alone.join(timeout_s=20):
-        within(0.01, lambda: time.sleep(1), what="talking")
-    dist.destroy_process_group()
-
-
 def test_a_process_group_that_cannot_be_left_is_not_waited_for(
     alone: ProbeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +214,7 @@ def test_a_process_group_that_cannot_be_left_is_not_waited_for(
     monkeypatch.setattr(dist, "destroy_process_group", is_over.wait)
     try:
         # To come together, too, on a busy machine.
-        with pytest.raises(NeverEnded, match="lost"), alone.join(timeout_s=8):
+        with pytest.raises(NeverEnded, match="lost"), alone.join(timeout_s=4):
             raise RuntimeError("lost")
     finally:
         is_over.set()
@@ -245,16 +233,6 @@ def test_a_port_in_use_is_found(monkeypatch: pytest.MonkeyPatch, capsys: Capture
     status, seen = examine_here(capsys)
     assert status == 0
     assert f"MASTER_PORT={port} is free. " in said(seen["findings"], "ok")
-
-
-def test_too_few_open_files_are_found(capsys: Capture) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
-    try:
-        error = only_error(capsys)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert error.startswith("A process may open only 200 files; with 1 rank each needs about 262. Raise it before the")
 
 
 def test_a_small_shared_memory_is_found(tmp_path: Path) -> None:
@@ -296,12 +274,6 @@ def test_a_directory_of_others_and_what_it_hides_are_errors(capsys: Capture) -> 
         directory.chmod(0o755)
         (directory / "inner").rmdir()
     assert error.startswith(f"There is no directory {directory}/inner.")
-
-
-def test_a_missing_directory_is_found_and_not_made(tmp_path: Path, capsys: Capture) -> None:
-    error = only_error(capsys, "--checkpoints", tmp_path / "missing")
-    assert error.startswith(f"There is no directory {tmp_path}/missing. Check the name, and that its disk is mounted;")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_killed_saves_have_left_is_counted(tmp_path: Path, capsys: Capture) -> None:
@@ -465,9 +437,10 @@ def test_settings_that_cost_speed_are_named(this_rank: dict[str, Any]) -> None:
 def test_limits_are_judged_by_what_is_needed(this_rank: dict[str, Any]) -> None:
     ranks = two_hosts(this_rank)
     ranks[0]["network"]["infiniband_gbit"] = 200.0
-    ranks[0]["resources"] |= {"locked_memory": 64 * 1024, "shared_memory": None}
+    ranks[0]["resources"] |= {"open_files": 200, "locked_memory": 64 * 1024, "shared_memory": None}
     ranks[1]["resources"] |= {"processes": 100, "memory_available": 1000, "cores": 0, "open_files": 1024}
-    locked, shared = texts(host.judge_limits(ranks), Severity.ERROR)
+    few, locked, shared = texts(host.judge_limits(ranks), Severity.ERROR)
+    assert few.startswith("A process may open only 200 files on host0; ")
     assert locked.startswith("Locked memory is limited to 0.0625 MiB on host0, and InfiniBand needs as much as it can")
     assert shared.startswith("There is no /dev/shm on host0, which data workers hand batches through.")
     files, processes, cores, memory = texts(host.judge_limits(ranks[1:]), Severity.WARNING)
@@ -487,11 +460,6 @@ def test_directories_that_are_slow_small_or_not_shared_are_named(this_rank: dict
     assert memory.startswith("The file system is tmpfs: checkpoints are lost when the machine stops.")
     assert space.startswith("Only 1.0 GiB are free in /ckpt.")
     assert shared.startswith("There is no directory /ckpt on rank 1: resuming reads it on all.")
-
-
-def test_a_machine_without_lightning_is_told(this_rank: dict[str, Any]) -> None:
-    observed = {**this_rank, "software": {"versions": {"torch": "2.5"}, "backends": []}}
-    assert len(texts(host.judge_software([observed]), Severity.ERROR)) == 2
 
 
 def test_what_is_well_on_many_hosts_is_said_once(this_rank: dict[str, Any], capsys: Capture) -> None:
@@ -515,7 +483,6 @@ ADDRESS = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
     ("arguments", "variables", "message"),
     [
         ("--processes 0", {}, "--processes must be at least 1, got 0."),
-        ("--timeout 0", {}, "--timeout must be a positive number of seconds, got 0."),
         ("--timeout nan", {}, "--timeout must be a positive number of seconds, got nan."),
         ("", PLACE, "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT:"),
         ("", PLACE | ADDRESS | {"RANK": "x"}, "RANK, WORLD_SIZE, MASTER_PORT and LOCAL_RANK must be numbers: "),
@@ -531,11 +498,3 @@ def test_wrong_use_is_one_line(
     error = capsys.readouterr().err
     assert error.startswith(f"bucketddp doctor: {message}")
     assert len(error.splitlines()) == 1
-
-
-def test_what_a_library_prints_is_not_in_what_the_command_prints(capfd: Capture) -> None:
-    """gloo announces its connections on stdout with torch 2.10, for one, and `--json` could not be read."""
-    with stdout_on_stderr():
-        os.write(1, b"[Gloo] Rank 0 is connected\n")
-    print("{}")
-    assert capfd.readouterr() == ("{}\n", "[Gloo] Rank 0 is connected\n")

@@ -78,8 +78,11 @@ def recorded_profile() -> Profile:
     return Profile(specs, ready_s, 0.012, AllReduceCost(20e-6, 1e-9), 4, forward_s=0.005, optimizer_s=0.002)
 
 
-def layers_of_1_mib(folder: Path, *, device: str = "cpu") -> tuple[Profile, list[object]]:
-    """A profile of eight layers whose gradients come 1 ms apart, and the arguments that name it and its module."""
+def layers_of_1_mib(folder: Path, *, device: str = "cuda") -> tuple[Profile, list[object]]:
+    """A profile of eight layers whose gradients come 1 ms apart, and the arguments that name it and its module.
+
+    For a CPU the command measures here what it takes to encode gradients.
+    """
     order = [f"layers.{i}.{part}" for i in reversed(range(8)) for part in ("bias", "weight")]
     specs = [ParameterSpec(name, MIB if "weight" in name else 16, f"torch.float32 {device}") for name in order]
     ready_s = [0.001 * (i // 2 + 1) for i in range(len(order))]
@@ -99,7 +102,7 @@ def profile_file(tmp_path: Path) -> Path:
 # --- The plan
 
 
-@pytest.mark.parametrize("cap", ["0.1", "25", "0.01,0.2"])
+@pytest.mark.parametrize("cap", ["0.1", "0.01,0.2"])
 def test_the_plan_is_what_the_reducer_makes_in_a_real_run(cap: str, capsys: Capture) -> None:
     caps = [float(number) for number in cap.split(",")]
     options: dict[str, Any] = {"bucket_cap_mb": caps if len(caps) > 1 else caps[0]}
@@ -159,9 +162,7 @@ def test_without_times_there_is_a_plan_and_no_prediction(capsys: Capture) -> Non
 def test_modules_are_made_as_they_can_be(capsys: Capture) -> None:
     """By `configure_model`, with values or, where there are too many, without memory."""
     assert names(plan(capsys, CONFIGURED)) == names(plan(capsys, "NeedsValues")) == [["layer.bias", "layer.weight"]]
-    # One bucket is not divided, as it is not in training.
-    assert names(plan(capsys, CONFIGURED, "--backward-ms", 10)) == [["layer.bias", "layer.weight"]]
-    assert plan(capsys, "Huge", "--backward-ms", 1000)["gradient_bytes"] == 4 * (2**40 + 2**20) * 4
+    assert plan(capsys, "Huge")["gradient_bytes"] == 4 * (2**40 + 2**20) * 4
 
 
 def test_a_factory_makes_the_module(capsys: Capture) -> None:
@@ -187,7 +188,7 @@ def printed_config(capsys: Capture, model: Any, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("way", ["named by the config", "of fit", "named beside the config"])
+@pytest.mark.parametrize("way", ["of fit", "named beside the config"])
 def test_a_config_of_a_lightning_cli_makes_the_module(way: str, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "config.yaml"
     arguments = ["--model.head", json.dumps(HEAD), "--model.width", "5"]
@@ -196,8 +197,7 @@ def test_a_config_of_a_lightning_cli_makes_the_module(way: str, tmp_path: Path, 
         planned = plan(capsys, ASSEMBLED, "--config", path)
     else:
         arguments = ["--model", ASSEMBLED.replace(":", "."), *arguments]
-        config = printed_config(capsys, LightningModule, *arguments)
-        path.write_text(config if way == "named by the config" else f"fit:\n{indent(config, '  ')}")
+        path.write_text(f"fit:\n{indent(printed_config(capsys, LightningModule, *arguments), '  ')}")
         planned = plan(capsys, str(path))
     assert planned["module"] == "Assembled"
     assert names(planned) == [["head.weight", "body.bias", "body.weight"]]
@@ -220,16 +220,13 @@ def test_a_config_can_be_completed(tmp_path: Path, capsys: Capture) -> None:
     ("config", "name", "message"),
     [
         ("model: {width: 3}", "", "has no `model.class_path`, as that of a LightningCLI which has one model class."),
-        ("trainer: {devices: 2}", "", "has no `model.class_path`"),
         ("model: {class_path: __main__.Net}", "", "names the class '__main__.Net', which only the script that wrote"),
         ("model: {class_path: no_such.Net}", "", "There is no module 'no_such'."),
         (f"model: {{class_path: {configured.__name__}.Net}}", "", ".configured has no 'Net'. It has Configured,"),
         ("model: 3", "", "is no config of a LightningCLI: it says nothing of a `model`."),
-        ("- 1", "", "is no config of a LightningCLI: it says nothing of a `model`."),
         ("a: [", "", "is no YAML: while parsing"),
         (None, "", "cannot be read: No such file or directory."),
         ("model: {width: abc}", "make_layers", "does not fit make_layers: "),
-        ("model: {depth: 1}", "make_layers", "does not fit make_layers: "),
     ],
 )
 def test_a_config_that_does_not_name_a_module_is_refused(
@@ -283,13 +280,6 @@ def test_the_plan_of_the_first_network_and_the_ranks_asked_for_is_shown(
     assert planned["plan"].startswith(f"bucket_cap_mb=auto, computed for {ranks:,} ranks on 10 Gbit")
 
 
-def test_half_the_bytes_take_half_the_time(profile_file: Path, capsys: Capture) -> None:
-    arguments = ["--args", "depth=3", "--profile", profile_file, "--network", "1,0", "--bucket-cap-mb", 1]
-    full, half = (plan(capsys, "Layers", *arguments, *more) for more in ([], ["--reduce-dtype", "bf16"]))
-    seconds = [p["networks"][0]["by_ranks"][3]["communication_s"] for p in (full, half)]
-    assert seconds[1] == pytest.approx(seconds[0] / 2)
-
-
 @pytest.mark.parametrize(
     ("network", "taken", "advice"),
     [
@@ -300,7 +290,7 @@ def test_half_the_bytes_take_half_the_time(profile_file: Path, capsys: Capture) 
 def test_options_are_compared_and_one_is_advised(
     network: str, taken: str, advice: str, tmp_path: Path, capsys: Capture
 ) -> None:
-    _, arguments = layers_of_1_mib(tmp_path, device="cuda")
+    _, arguments = layers_of_1_mib(tmp_path)
     planned = plan(capsys, "NeedsArguments", *arguments, "--network", network, "--ranks", 2)
     [found] = planned["networks"]
     names = ["gradients as they are", 'reduce_dtype="bf16"', 'reduce_dtype="int8"']
@@ -321,7 +311,7 @@ def test_options_are_compared_and_one_is_advised(
 
 def test_on_cpus_only_what_ranks_have_measured_together_is_judged(tmp_path: Path, capsys: Capture) -> None:
     """As `bucketddp doctor` judges them: one process alone encodes faster than ranks that share the cores."""
-    _, arguments = layers_of_1_mib(tmp_path)
+    _, arguments = layers_of_1_mib(tmp_path, device="cpu")
     [alone] = plan(capsys, "NeedsArguments", *arguments, "--network", "eth-1g", "--ranks", 2)["networks"]
     assert alone["take"] is None
     assert "run `bucketddp doctor --json > FILE.json` and pass `--network FILE.json`" in alone["advice"]
@@ -338,7 +328,7 @@ def test_a_network_that_was_measured_with_fewer_bits_is_not_faster(tmp_path: Pat
     profile, arguments = layers_of_1_mib(tmp_path)
     speeds = []
     for reduce_dtype in (None, "bf16", "int8"):
-        # So slow that to encode, which is measured here, takes no time beside it, on a busy machine either.
+        # So slow that to encode takes no time beside it.
         slow = replace(profile, cost=AllReduceCost(20e-6, 1e-4), reduce_dtype=reduce_dtype)
         (tmp_path / "layers.json").write_text(slow.to_json())
         speeds.append(plan(capsys, "NeedsArguments", *arguments)["networks"][0]["bytes_per_s"])
@@ -369,11 +359,9 @@ def test_times_of_a_cpu_are_said_to_tell_nothing_about_gpus(
         printed = " ".join(text_of(capsys, "Layers", "--device", "cpu", "--svg", svg, *arguments).split())
         assert printed.index(said) < printed.index("efficiency", printed.index(said) + len(said)) < len(printed)
         assert "times of a CPU, not of a GPU" in svg.read_text()
-        assert plan(capsys, "Layers", *arguments)["times"]["is_of_cpu"]
     profile_file.write_text(profile_file.read_text().replace("float32 cpu", "float32 cuda"))
     for arguments in (recorded, ["--backward-ms", 5]):
         assert "nothing about GPUs" not in text_of(capsys, "Layers", *arguments)
-        assert not plan(capsys, "Layers", *arguments)["times"]["is_of_cpu"]
 
 
 def test_the_profile_is_found_in_a_record_and_its_steps_are_as_good(tmp_path: Path, capsys: Capture) -> None:
@@ -429,28 +417,20 @@ def test_the_table_has_bars_and_the_plot_is_valid(tmp_path: Path, capsys: Captur
     [
         ("planned", "'planned' names no class. Write MODULE:CLASS, for example my_project.models:LitNet, or"),
         ("no_such:Net", "There is no module 'no_such'. Run the command in the folder of your project, or set"),
-        ("tests.support.jobs.no_such:Net", "There is no module 'tests.support.jobs.no_such'."),
         ("broken_project:Net", "Importing broken_project failed: ModuleNotFoundError: No module named 'no_such_"),
         (":NoSuch", f"{MODULES} has no 'NoSuch'. It has Layers, Huge,"),
-        (":NOT_A_CLASS", "NOT_A_CLASS is neither a class of modules nor a function that makes one, but 3."),
         (":Shards", f"{MODULES}:Shards is no LightningModule and no torch.nn.Module, but "),
         (":make_nothing", "make_nothing makes no torch.nn.Module, but None."),
-        (":make_layers", "make_layers needs arguments: width. Pass `--args width=...`."),
         (":NeedsArguments", "needs arguments: width, name. Pass `--args width=... name=...`."),
         (":NeedsArguments --args width=1 name=a x=1", "takes no argument x. It takes: width,"),
         (":NeedsArguments --args width", "--args width is neither a JSON object nor key=value."),
-        (":NeedsArguments --args {", "--args { is no JSON object: Expecting"),
-        (":NeedsArguments --args width=x name=a", "NeedsArguments cannot be made: TypeError:"),
         (":NeedsArguments --args width=4 name=ab --state-tensors 0", "--state-tensors must be at least 1, got 0."),
         (":WithoutForward", "WithoutForward cannot be trained on its `example_input_array`: RuntimeError:"),
         (":Lazy", "`Lazy` has parameters without a shape yet: "),
         (":Frozen", "Frozen has no parameters that train."),
         (":Huge --network token-ring", "--network 'token-ring' is not known: pass eth-100m, eth-1g, eth-10g,"),
-        (":Huge --network 0,2", "--network '0,2' is not known"),
         (":Huge --network /x.json", "/x.json holds no all-reduce that `bucketddp doctor --json` has measured: "),
-        (":Huge --network measured", "--network measured needs a --profile that was recorded with"),
         (":Huge --bucket-cap-mb 0", "--bucket-cap-mb must be auto or positive numbers of MiB, got 0"),
-        (":Huge --bucket-cap-mb x", "--bucket-cap-mb must be auto or positive numbers of MiB, got 'x'"),
         (":Huge --ranks 0", "--ranks must be at least 1, got 0."),
         (":Huge --backward-ms nan", "--backward-ms must be a positive number, got nan."),
         (":Huge --svg x.svg", "--svg needs times: pass --profile or --backward-ms."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +59,6 @@ def test_an_arrow_leads_from_backward_to_each_reduction(events: list[dict[str, A
     assert (tail["pid"], tail["tid"], head["pid"], head["tid"]) == (2, 1, 2, 2)
     assert tail["ts"] == pytest.approx(backward["ts"] + backward["dur"], abs=0.01)
     assert (head["ts"], head["bp"]) == (reduction["ts"], "e")
-
-
-def test_bars_of_one_lane_do_not_overlap(events: list[dict[str, Any]]) -> None:
-    for rank in range(3):
-        for lane in (1, 2):
-            lane_bars = [e for number in RECORDING.steps for e in bars(events, rank=rank, lane=lane, step=number)]
-            for before, after in pairwise(lane_bars):
-                assert before["ts"] + before["dur"] <= after["ts"] + 0.01
 
 
 def test_weights_travel_on_the_lane_of_communication(tmp_path: Path) -> None:

@@ -31,13 +31,10 @@ from torch.utils.data import (
 )
 
 from lightning_bucketddp.data.epoch_position import EpochPosition
-from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from tests.support.scripts.evaluations import ByParity
 
 NUM_EPOCHS = 2
-MODES = ("max_size_cycle", "max_size", "min_size")
-OTHERS = 1000
 HOOKS = ("training_step", "optimizer_step", "on_train_batch_end", "between batches")
 
 
@@ -79,8 +76,6 @@ class Job:
     drop_last: bool = False
     limit: int | None = None
     accumulate: int = 1
-    num_others: int = 0  # those of another loader beside it, in batches of 3
-    mode: str = MODES[0]
 
 
 @dataclass(frozen=True)
@@ -114,17 +109,10 @@ def make_loader(job: Job, start: Start, rank: int) -> Any:
     return DataLoader(data, batch_size=start.batch_size, sampler=sampler, drop_last=job.drop_last)
 
 
-def make_loaders(job: Job, start: Start, rank: int) -> list[Any]:
-    loaders = [make_loader(job, start, rank)]
-    if job.num_others:
-        loaders.append(make_loader(replace(job, num_samples=job.num_others), replace(start, batch_size=3), rank))
-    return loaders
-
-
 class Rank:
     """One rank of one start."""
 
-    def __init__(self, job: Job, start: Start, rank: int, *, global_size: int | None) -> None:
+    def __init__(self, job: Job, start: Start, rank: int) -> None:
         self.job, self.start = job, start
         self.seen: list[list[int]] = [[] for _ in range(NUM_EPOCHS)]
         self.num_batches = 0
@@ -137,7 +125,7 @@ class Rank:
             state=SimpleNamespace(fn="fit"),
             world_size=start.num_ranks,
             global_rank=rank,
-            accumulate_grad_batches=1 if global_size else job.accumulate,
+            accumulate_grad_batches=job.accumulate,
             max_steps=-1,
             callbacks=[],
             lightning_module=SimpleNamespace(automatic_optimization=True),
@@ -149,8 +137,6 @@ class Rank:
         )
         self.trainer = trainer
         self.position = EpochPosition(is_on=True)
-        self.batch_size = GlobalBatchSize(global_size, weighs=True, begun=self.position.begun)
-        self.batch_size.begin(self.trainer)
         self.position.begin(self.trainer)
         self.sharding = IterableSharding(rank=rank, world_size=start.num_ranks, warn=pytest.fail)
 
@@ -162,16 +148,17 @@ class Rank:
         optimizer = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
         self.num_steps = optimizer["step"]["total"]["completed"]
 
-    def run(self, loaders: list[Any], checkpoint: dict[str, Any] | None) -> None:
-        self.batch_size.begin_loaders()
+    def run(self, loader: Any, checkpoint: dict[str, Any] | None) -> None:
         self.position.begin_loaders()
-        self.loaders = [self._prepare(loader) for loader in loaders]
-        combined = CombinedLoader(self.loaders if len(loaders) > 1 else self.loaders[0], self.job.mode)  # type: ignore[arg-type]
+        for part in (self.sharding, self.position):
+            loader = part.prepare_loader(loader, is_training=True)
+        self.loader = loader
+        combined = CombinedLoader(loader, "max_size_cycle")
         self.trainer.fit_loop._combined_loader = combined
-        lengths = [len(loader) if self.job.kind != "stream" else math.inf for loader in self.loaders]
-        if min(lengths) == 0:  # Lightning trains nothing then
+        length = len(loader) if self.job.kind != "stream" else math.inf
+        if length == 0:  # Lightning trains nothing then
             raise UnsatisfiedAssumption
-        combined.limits = [min(length, self.job.limit or math.inf) for length in lengths]
+        combined.limits = [min(length, self.job.limit or math.inf)]
         current = self.epochs.current
         is_within = checkpoint is not None and not current.ready == current.started == current.processed
         self.trainer.fit_loop._restarting = is_within
@@ -186,17 +173,11 @@ class Rank:
             self._run_epoch(fetcher, is_within=is_within and is_first, is_first=is_first)
             is_first = False
 
-    def _prepare(self, loader: Any) -> Any:
-        for part in (self.batch_size, self.sharding, self.position):
-            loader = part.prepare_loader(loader, is_training=True)
-        return loader
-
     def _set_epoch(self, epoch: int) -> None:
-        for loader in self.loaders:
-            samplers: tuple[Any, ...] = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-            for sampler in samplers:
-                if hasattr(sampler, "set_epoch"):
-                    sampler.set_epoch(epoch)
+        samplers: tuple[Any, ...] = (self.loader.sampler, getattr(self.loader.batch_sampler, "sampler", None))
+        for sampler in samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
 
     def _run_epoch(self, fetcher: Any, *, is_within: bool, is_first: bool) -> None:
         progress, epoch = self.batches, self.epochs.current.processed
@@ -236,9 +217,7 @@ class Rank:
         self.is_over = hook is not None
         if hook == "training_step":
             return
-        for number, one in enumerate(batch if isinstance(batch, list) else [batch]):
-            if one is not None:
-                self._pending += [OTHERS * number + int(index) for index in torch.as_tensor(one).view(-1)]
+        self._pending += [int(index) for index in torch.as_tensor(batch).view(-1)]
         is_last = progress.is_last_batch or progress.current.ready == self.trainer.num_training_batches
         if progress.current.ready % self.trainer.accumulate_grad_batches == 0 or is_last:
             self.trainer.global_step = self.num_steps
@@ -267,13 +246,12 @@ class Rank:
         return saved
 
 
-def run_program(job: Job, starts: list[Start], *, global_sizes: list[int] | None = None) -> list[list[Rank]]:
+def run_program(job: Job, starts: list[Start]) -> list[list[Rank]]:
     """All ranks of all starts, each of which resumes from what rank 0 of the one before has saved."""
     outcome: list[list[Rank]] = []
     saved: list[dict[str, Any]] = []
     for number, start in enumerate(starts):
-        size = None if global_sizes is None else global_sizes[number]
-        ranks = [Rank(job, start, rank, global_size=size) for rank in range(start.num_ranks)]
+        ranks = [Rank(job, start, rank) for rank in range(start.num_ranks)]
         generators = [one["bucketddp"]["position"]["generators"] for one in saved]
         for rank in ranks:
             torch.default_generator.manual_seed(7 + number)  # a restart draws other numbers; ranks draw the same
@@ -283,7 +261,7 @@ def run_program(job: Job, starts: list[Start], *, global_sizes: list[int] | None
                 checkpoint["bucketddp"]["position"]["generators"] = generators
                 rank.load(checkpoint)
             with warnings.catch_warnings():
-                rank.run(make_loaders(job, start, rank.trainer.global_rank), checkpoint)
+                rank.run(make_loader(job, start, rank.trainer.global_rank), checkpoint)
         outcome.append(ranks)
         assert len({rank.num_batches for rank in ranks}) == 1  # or they would wait for each other for ever
         saved = [rank.save() for rank in ranks]
@@ -375,43 +353,3 @@ def test_another_number_of_ranks_leaves_out_no_sample(program: tuple[Job, list[S
                 # Each time fewer than there are ranks: what does not come out even, and what an epoch is padded with.
                 padding = max(start.num_ranks for start in starts) - 1
                 assert ours.total() - len(ours) <= padding + sum(start.num_ranks - 1 for start in starts[1:])
-
-
-@settings(max_examples=50, deadline=None)
-@given(programs(changes_ranks=True, changes_batches=True), st.lists(st.integers(1, 3), min_size=3, max_size=3))
-def test_a_global_batch_size_that_changes_leaves_out_no_sample(
-    program: tuple[Job, list[Start]], factors: list[int]
-) -> None:
-    job, starts = replace(program[0], kind="distributed", limit=None), program[1]
-    global_sizes = [start.num_ranks * factor for start, factor in zip(starts, factors, strict=False)]
-    outcome = run_program(job, starts, global_sizes=global_sizes)
-    for epoch in range(NUM_EPOCHS):
-        ours = trained(outcome, epoch)
-        padding = max(start.num_ranks for start in starts) - 1
-        # A step that would have been dropped, so that none is left, may be seen again.
-        step = max(global_sizes) if job.drop_last else 0
-        assert ours.total() - len(ours) <= padding + sum(step + start.num_ranks - 1 for start in starts[1:])
-        assert len(ours) > job.num_samples - (2 * step + padding if job.drop_last else 1)
-
-
-@settings(max_examples=50, deadline=None)
-@given(programs(changes_ranks=False, changes_batches=True), st.integers(1, 30), st.sampled_from(MODES))
-def test_loaders_beside_each_other_go_on_each_with_its_own_samples(
-    program: tuple[Job, list[Start]], num_others: int, mode: str
-) -> None:
-    job = Job(num_samples=program[0].num_samples, accumulate=program[0].accumulate, num_others=num_others, mode=mode)
-    for starts in ([replace(start, batch_size=2) for start in program[1]], program[1]):
-        outcome = run_program(job, starts)
-        [undisturbed] = run_program(job, starts[-1:])
-        for epoch in range(NUM_EPOCHS):
-            if starts is not program[1]:  # batches are the same
-                for rank, alone in enumerate(undisturbed):
-                    assert in_order(outcome, epoch, rank) == alone.seen[epoch]
-            elif mode != "min_size":  # which ends with the shorter one
-                assert trained(outcome, epoch).keys() == trained([undisturbed], epoch).keys()
-
-
-def test_a_rank_with_fewer_samples_of_a_stream_counts_as_many_batches() -> None:
-    job = Job(kind="sized stream", num_samples=21)  # 6 batches on rank 0, and 5 on rank 1
-    outcome = run_program(job, [Start(stop=3), Start(stop=1)])
-    assert [rank.position.begun() for rank in outcome[-1]] == [(6, 3)] * 2

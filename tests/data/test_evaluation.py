@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -118,40 +116,6 @@ def test_every_sample_counts_in_rounds_of_equal_batches(kind: str, number: int, 
         assert len(ranks[0][-1]) > 1 or number // world_size % size == 1 or not base
 
 
-@MANY
-@given(st.sampled_from(SIZED), NUMBERS, RANKS, SIZES)
-def test_lengths_are_those_of_the_passes_and_nothing_is_repeated_that_nobody_takes_back(
-    kind: str, number: int, world_size: int, size: int
-) -> None:
-    for repeats in (True, False):
-        ranks = []
-        for rank in range(world_size):
-            part = Part(rank, world_size, seed=3, repeats=repeats)
-            [batches], _ = passes_of(make_loader(kind, number, size), part)
-            length = len(divided(make_loader(kind, number, size), part))
-            # Without repetitions a rank may have nothing for its last batch.
-            assert length - (0 if repeats else 1) <= len(batches) <= length
-            ranks.append(batches)
-    [expected], _ = passes_of(make_loader(kind, number, size), Part(0, 1, seed=3))
-    samples = itertools.chain.from_iterable(itertools.chain.from_iterable(ranks))
-    assert sorted(samples) == sorted(itertools.chain.from_iterable(expected))
-    if kind == "plain" and size > 1 and number >= world_size * math.ceil(math.ceil(number / world_size) / size):
-        assert len({len(batches) for batches in ranks}) == 1
-
-
-def test_samples_are_dealt_as_ddp_does_and_the_rest_in_a_round_of_its_own() -> None:
-    loaders = [DataLoader(Numbered(11), batch_size=2) for _ in range(3)]
-    shares = [passes_of(loader, Part(rank, 3, seed=0)) for rank, loader in enumerate(loaders)]
-    assert [batches for [batches], _ in shares] == [
-        [[0, 3], [6], [9, 10]],
-        [[1, 4], [7], [9, 10]],
-        [[2, 5], [8], [9, 10]],
-    ]
-    assert [share.num_own_batches for _, share in shares] == [3, 2, 2]
-    # A copy is divided, and the loader of the user is not.
-    assert list(loaders[2].batch_sampler) == [[start, start + 1] for start in range(0, 10, 2)] + [[10]]  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kind", ["weighted", "subset"])
 def test_samplers_draw_alike_on_all_ranks_and_anew_in_each_pass_and_leave_random_numbers_alone(kind: str) -> None:
     def draw(rank: int, seed: int) -> list[list[int]]:
@@ -163,15 +127,6 @@ def test_samplers_draw_alike_on_all_ranks_and_anew_in_each_pass_and_leave_random
 
     assert draw(rank=0, seed=7) == draw(rank=1, seed=7)
     assert len({tuple(samples) for seed in (7, 8) for samples in draw(0, seed)}) == 6
-
-
-def test_a_pass_that_is_given_up_leaves_random_numbers_as_they_are() -> None:
-    loader = DataLoader(Numbered(9), batch_sampler=ByParity(RandomSampler(range(9)), 2, False))
-    batches = iter(divided(loader, Part(0, 2, seed=0)).batch_sampler)
-    next(batches)
-    torch.manual_seed(5)
-    del batches
-    assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(5))
 
 
 def test_a_share_looks_like_what_it_is_a_share_of() -> None:

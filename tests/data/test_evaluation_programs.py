@@ -159,13 +159,12 @@ def run_stage(module: Evaluated, loader: Any, *, stage: str = "test", callbacks:
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("stage", ["test", "fit"])
 @on_ranks()
 @like_torchrun()
-def test_outputs_are_gathered_in_steps_and_at_the_end(stage: str) -> None:
+def test_outputs_are_gathered_in_steps_and_at_the_end() -> None:
     for number in (101, 7, 3, 1):
         module = Gathers()
-        run_stage(module, DataLoader(Numbered(number), batch_size=4), stage=stage)
+        run_stage(module, DataLoader(Numbered(number), batch_size=4), stage="fit")
         assert set(module.told) == set(range(number))
         assert len(module.told) <= number + 3  # what is repeated
 
@@ -189,9 +188,6 @@ def test_what_is_logged_and_measured_is_that_of_one_process(world_size: int) -> 
             assert told == [pytest.approx(value, rel=1e-6) for value in expected[0]]
             assert logged == pytest.approx(expected[1])
             assert counted == expected[2]
-
-
-# --- batch samplers of the user's
 
 
 class Pairs(BatchSampler):
@@ -251,9 +247,6 @@ class LooksAgain(Callback):
 def test_batches_count_once_if_a_callback_looks_at_the_first_one_meanwhile() -> None:
     loader = DataLoader(Numbered(2 * 5), batch_sampler=UnsizedPairs(range(2 * 5), 2, drop_last=False))
     assert run_stage(Agreement(5), loader, callbacks=[LooksAgain()]) == {"agreement": 1.0, "number": 5.0}
-
-
-# --- fewer samples than ranks
 
 
 class OwnValue(Evaluated):

@@ -47,8 +47,6 @@ def test_what_cannot_be_divided_is_refused(option: IslandsOption, hosts: str, te
         divide(option, hosts=list(hosts))
 
 
-# --- The outer step
-
 SHAPES = {"a": (3, 5), "b": (7,), "c": (2, 3, 2, 2), "d": ()}
 
 

@@ -101,17 +101,6 @@ def test_gradients_that_travel_alone_are_planned_around(num_params: int) -> None
         assert (last_end(profile, plan), len(plan)) == best, profile
 
 
-def test_a_bucket_with_a_buffer_goes_last_where_the_last_gradient_travels_alone() -> None:
-    # In two buckets the first two would be reduced earlier, but the third does not wait for them in any case.
-    profile = profile_of([4, 4, 4], [0, 50, 100], latency=0.0)
-    specs = [profile.specs[0], profile.specs[1], replace(profile.specs[2], alone=True)]
-    plan = optimal_plan(replace(profile, specs=specs))
-    assert plan == [BucketSpec((2,), alone=True), BucketSpec((0, 1))]
-
-
-# --- Against the plan of 25 MiB
-
-
 @for_each("network", [Network("fast", 50e9, 5e-6), Network("slow", 125e6, 3e-5)])
 @for_each("num_ranks", [2, 64, 1024])
 def test_it_is_never_later_than_25_mib(network: Network, num_ranks: int) -> None:
@@ -126,15 +115,6 @@ def test_it_is_never_later_than_25_mib(network: Network, num_ranks: int) -> None
         assert fits(plan, profile, CEILING_BYTES)
         of_25_mib = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=caps)
         assert last_end(profile, plan) <= last_end(profile, of_25_mib) * (1 + 1e-6)
-
-
-# --- Kinds, and what does not arrive
-
-
-def test_buckets_hold_one_kind() -> None:
-    kinds = ["float32", "float64"] * 3
-    plan = optimal_plan(profile_of([4] * 6, [0, 1, 2, 3, 4, 5], latency=100.0, kinds=kinds))
-    assert members(plan) == [(0, 2, 4), (1, 3, 5)]
 
 
 @for_each("num_params", range(2, 9))

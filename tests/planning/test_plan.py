@@ -12,7 +12,6 @@ from lightning_bucketddp.planning.plan import (
     BucketSpec,
     ParameterSpec,
     Sharding,
-    balance,
     merge_plans,
     plan_buckets,
 )
@@ -101,52 +100,6 @@ def test_a_number_means_that_size_with_small_edges_and_a_list_exactly_that() -> 
     assert ReducerConfig(bucket_cap_mb=40).caps == BucketCaps((MIB, 40 * MIB), last=MIB)
     assert ReducerConfig(bucket_cap_mb=0.5).caps == BucketCaps((MIB // 2, MIB // 2), last=MIB // 2)
     assert ReducerConfig(bucket_cap_mb=[3, 20.5]).caps == BucketCaps((3 * MIB, 20 * MIB + MIB // 2), last=None)
-
-
-# --- Which rank keeps what
-
-
-@for_each(("num_ranks", "align"), itertools.product([1, 2, 3, 4, 8], [1, 4, 16]))
-def test_slices_are_equal_aligned_and_without_gaps(num_ranks: int, align: int) -> None:
-    for numel in range(100):
-        padded = Sharding(num_ranks).padded(numel, align=align)
-        assert numel <= padded < numel + num_ranks * align
-        bounds = Sharding(num_ranks).bounds(padded)
-        assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
-        assert bounds[-1][1] == padded
-        assert {stop - start for start, stop in bounds} == {padded // num_ranks}
-        assert all(start % align == 0 for start, _ in bounds)
-
-
-@for_each("num_ranks", [1, 2, 3, 4])
-def test_each_element_of_a_parameter_is_of_the_rank_whose_slice_it_lies_in(num_ranks: int) -> None:
-    shares = Sharding(num_ranks)
-    of = 12 * num_ranks
-    for offset, numel in itertools.product(range(0, of, 5), range(1, of)):
-        if offset + numel > of:
-            continue
-        owners = [
-            rank for rank, (start, stop) in enumerate(shares.ranges(offset, numel, of=of)) for _ in range(start, stop)
-        ]
-        assert owners == [(offset + element) // 12 for element in range(numel)]
-
-
-def test_an_owner_has_all_and_the_others_nothing() -> None:
-    shares = Sharding(3, owner=1)
-    assert shares.padded(17, align=16) == 32
-    assert shares.bounds(32) == [(0, 0), (0, 32), (0, 0)]
-    ranges = shares.ranges(16, 10, of=32)
-    assert ranges[1] == (0, 10)
-    assert all(start == stop for start, stop in (ranges[0], ranges[2]))
-
-
-def test_the_largest_goes_to_whom_has_least() -> None:
-    loads = [0, 0, 0]
-    assert balance([3, 10, 4, 9, 1], loads) == [2, 0, 2, 1, 2]
-    assert loads == [10, 9, 8]
-    # What comes later fills up.
-    assert balance([1, 1, 5], loads) == [1, 0, 2]
-    assert loads == [11, 10, 13]
 
 
 def test_buckets_of_two_plans_leave_when_their_last_trained_member_has_arrived() -> None:

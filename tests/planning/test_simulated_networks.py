@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import simulated_networks, simulated_sharding
+from benchmarks import simulated_networks
 from lightning_bucketddp.planning.cost import AllReduceCost, Profile
 from lightning_bucketddp.planning.optimal_plan import NETWORKS
 from lightning_bucketddp.planning.plan import ParameterSpec
@@ -42,25 +42,3 @@ def test_each_network_and_number_of_ranks_has_a_row(
         assert row["step_auto_ms"] == pytest.approx(100 + row["exposed_auto_ms"])
         assert row["scaling_efficiency"] <= row["overlap_efficiency"] <= 1
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
-
-
-def test_sharding_has_a_row_for_each_network_and_number_of_ranks(
-    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["simulated_sharding", recorded, "--ranks", 8, 1024, "--json", tmp_path / "rows.json"]
-    monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
-    simulated_sharding.main()
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["num_ranks"] for row in rows] == [8, 1024] * (1 + len(NETWORKS))
-    for row in rows:
-        # AdamW of 30 layers of 4 MiB.
-        assert (row["state_whole_mib"], row["state_sharded_mib"]) == (240, pytest.approx(240 / row["num_ranks"]))
-        assert row["step_sharded_ms"] == pytest.approx(100 + row["exposed_sharded_ms"])
-        assert row["weights_ms"] <= row["exposed_sharded_ms"]
-    assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
-
-
-def test_exposed_times_are_plotted(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    run(monkeypatch, recorded, "--ranks", 2, 8, "--png", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

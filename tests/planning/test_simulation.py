@@ -15,16 +15,6 @@ from tests.support.cases import for_each
 SIZES = [4_096, 262_144, 2**22, 2**25]
 
 
-# --- Cost
-
-
-def test_measurements_on_a_line_give_that_line() -> None:
-    true = AllReduceCost(50e-6, 1 / 1e9)
-    fitted = AllReduceCost.fit({size: [true.seconds(size)] * 3 for size in SIZES})
-    assert fitted.latency_s == pytest.approx(true.latency_s)
-    assert fitted.s_per_byte == pytest.approx(true.s_per_byte)
-
-
 def test_outliers_noise_and_the_largest_size_do_not_bend_it() -> None:
     true = AllReduceCost(200e-6, 1 / 5e9)
     rng = random.Random(0)
@@ -67,9 +57,6 @@ def test_a_measured_network_costs_what_was_measured(num_ranks: int) -> None:
     assert again.s_per_byte == pytest.approx(cost.s_per_byte)
 
 
-# --- Profile and timeline
-
-
 def profile_of_three() -> Profile:
     specs = [
         *[ParameterSpec(name, size, "float32") for name, size in [("c", 10), ("b", 20), ("a", 5)]],
@@ -97,16 +84,6 @@ def test_what_did_not_arrive_is_complete_when_backward_ends_and_rows_cost_the_la
     assert timeline.buckets[-1].end_s == pytest.approx(32 + 1.07 + 1 + 1)
 
 
-def test_a_complete_bucket_waits_for_those_before_it_and_reductions_inside_backward_cost_no_time() -> None:
-    timeline = simulate(profile_of_three(), [BucketSpec((2,)), BucketSpec((0, 1))], AllReduceCost(1, 1))
-    assert [bucket.ready_s for bucket in timeline.buckets] == [30, 30]
-    timeline = simulate(profile_of_three(), [BucketSpec((0, 1))], AllReduceCost(1, 0.1))
-    assert (timeline.exposed_s, timeline.step_s) == (0, 45)
-
-
-# --- Sharded optimizers: how state is divided, and what a step with reduce-scatter and all-gather waits for
-
-
 def random_profile(seed: int) -> Profile:
     rng = random.Random(seed)
     specs = [
@@ -131,14 +108,6 @@ def test_the_state_of_all_ranks_is_the_whole(num_ranks: int) -> None:
     assert max(state.divided_bytes) + state.whole_bytes == state.most_bytes <= most
 
 
-def test_what_has_no_equal_slices_does_not_travel_alone() -> None:
-    specs = [ParameterSpec(name, size, "torch.float32 cpu", alone=True) for name, size in [("a", 36), ("b", 40)]]
-    profile = Profile(specs, [1.0, 2.0], 2.0, None, 2)
-    plan = first_plan(profile, ReducerConfig(bucket_cap_mb=25), num_shards=3)
-    assert [(bucket.members, bucket.alone) for bucket in plan] == [((0,), True), ((1,), False)]
-    assert [bucket.sharded for bucket in plan] == [Sharding(3)] * 2
-
-
 def test_a_sharded_step_by_hand() -> None:
     plan = [BucketSpec((member,), sharded=Sharding(2)) for member in range(3)]
     timeline = simulate(profile_of_three(), plan, AllReduceCost(1, 1))
@@ -150,19 +119,6 @@ def test_a_sharded_step_by_hand() -> None:
     assert timeline.weights_s == 5.5 + 10.5 + 3
     assert timeline.exposed_s == 1 + timeline.weights_s
     assert timeline.step_s == timeline.compute_s + timeline.exposed_s
-
-
-@for_each("seed", range(5))
-def test_both_halves_take_as_long_as_an_all_reduce(seed: int) -> None:
-    profile, cost = random_profile(seed), Network("", 1e9, 1e-5).all_reduce(8)
-    predicted = predict(profile, ReducerConfig(), cost, num_shards=8)
-    whole = simulate(profile, [BucketSpec(b.members, b.sparse, b.alone) for b in predicted.plan], cost)
-    assert predicted.communication_s == pytest.approx(whole.communication_s)
-    assert whole.weights_s == 0
-    # Weights travel as they are, whatever gradients do.
-    halved = predict(profile, ReducerConfig(reduce_dtype="bf16"), cost, num_shards=8)
-    assert halved.weights_s == predicted.weights_s
-    assert halved.end_s < predicted.end_s
 
 
 @for_each("seed", range(5))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -41,24 +39,6 @@ def test_a_block_of_8_bits_has_260_bytes_and_two_latencies() -> None:
     )
     assert wire.cost(SLOW).latency_s == 2 * SLOW.latency_s
     assert wire.cost(SLOW).s_per_byte == pytest.approx(SLOW.s_per_byte * 260 / 1024 + 3)
-
-
-def test_a_cost_that_was_measured_on_a_wire_tells_that_of_others() -> None:
-    codec = Codec(1e-10, 2e-10, 3e-10)
-    wire = Wire.of("int8", SPECS, {"int8": codec})
-    # Measured with nothing else to do, so all of the codec is in it.
-    seen = AllReduceCost(0.2 * MS, wire.cost(SLOW).s_per_byte + 3e-10)
-    assert wire.own_cost(seen).latency_s == pytest.approx(SLOW.latency_s)
-    assert wire.own_cost(seen).s_per_byte == pytest.approx(SLOW.s_per_byte)
-    assert Wire().own_cost(SLOW) == SLOW
-
-
-def test_16_bits_are_half_of_fp32_and_nothing_new_for_bf16() -> None:
-    casts = {"bf16": Codec(1.0, 1.0)}
-    assert Wire.of("bf16", SPECS, casts) == Wire(0.5, 1, casts["bf16"])
-    halves = [replace(spec, kind="torch.bfloat16 cpu") for spec in SPECS]
-    assert Wire.of("bf16", halves, casts) == Wire.of("fp32", SPECS, casts) == Wire()
-    assert Wire.of("int8", halves).share == pytest.approx(260 / 512)
 
 
 def test_who_computes_backward_encodes_and_decodes() -> None:
@@ -116,19 +96,3 @@ def test_sharded_gradients_travel_small_and_weights_as_they_are() -> None:
 def test_what_changes_least_is_advised_if_it_is_enough(ms: float, codec_ms: float, advice: str) -> None:
     codec = Codec(codec_ms * MS / SIZE)
     assert options(AllReduceCost(0.0, ms * MS / SIZE), int8=codec).advice("X") == advice
-
-
-def test_the_fewest_local_steps_that_end_the_waiting_are_advised() -> None:
-    # 40 ms beside 4 of computation.
-    assert options(AllReduceCost(0.0, 20 * MS / SIZE)).best.option == "local_steps=10"
-    assert options(AllReduceCost(0.0, 30 * MS / SIZE)).best.option == "local_steps=30"
-
-
-def test_gradients_of_16_bits_are_not_halved() -> None:
-    halves = replace(PROFILE, specs=[replace(spec, kind="torch.bfloat16 cpu") for spec in SPECS])
-    found = options(AllReduceCost(0.0, 3 * MS / SIZE), profile=halves)
-    assert "bf16" not in found.by_dtype
-    assert len(found.all) == 5
-    assert found.advice("X") == (
-        '`reduce_dtype="int8"` saves 33% of a step on X; gradients then have 8 bits, see docs/slow-networks.md.'
-    )

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from itertools import count
 
 import pytest
 import torch
 
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.recording.schema import Step
-from lightning_bucketddp.recording.writer import StepRecorder, metrics_of, step_of
-from lightning_bucketddp.reducer.observer import Axis, Clock, ReducerStats
-from lightning_bucketddp.sharding.shards import ShardOption
+from lightning_bucketddp.recording.writer import metrics_of
+from lightning_bucketddp.reducer.observer import Axis, Clock
 from tests.recording.test_schema import STEP
 from tests.support.cases import for_each
 from tests.support.jobs.recording import (
     CONFIGS,
     assert_in_order,
-    assert_weights_are_recorded,
-    phase_after_a_backward_of_nothing,
     record,
     record_a_long_backward,
-    record_sharded,
 )
 from tests.support.ranks import run_on_ranks
 
@@ -67,64 +61,10 @@ def test_a_hook_that_is_waited_for_at_its_launch_is_exposed_there() -> None:
         assert exposed[: len(before_end)] == [(bucket.launched_s, bucket.ended_s) for bucket in before_end]
 
 
-@pytest.mark.parametrize("shard", [True, "parameters"])
-def test_weights_are_waited_for_in_the_step_and_not_counted_as_the_optimizer(shard: ShardOption) -> None:
-    for rank in run_on_ranks(record_sharded, shard=shard):
-        step, num_buckets = rank.step, len(rank.plan.buckets)
-        assert_in_order(step)
-        assert_weights_are_recorded(step, num_buckets=num_buckets)
-        # Of an all-reduce the half each, if gradients travel to their owners only.
-        wire_bytes = rank.wire_bytes - (rank.weight_bytes // 2 if rank.scatters else 0)
-        assert step.bytes_on_wire == pytest.approx(wire_bytes + rank.weight_bytes / 2, abs=num_buckets)
-        collective = ("reduce-scatter" if shard is True else "reduce") if rank.scatters else "all-reduce"
-        assert [(bucket.sharded, bucket.collective) for bucket in rank.plan.buckets] == [
-            (True, collective)
-        ] * num_buckets
-
-
-def test_buckets_are_ready_before_they_leave() -> None:
-    for rank in run_on_ranks(record, case="mlp", config="no overlap"):
-        ready, launched = zip(*((bucket.ready_s, bucket.launched_s) for bucket in rank.step.buckets), strict=True)
-        assert max(ready) < min(launched)
-
-
 def test_an_end_is_seen_when_it_comes_and_not_when_it_is_waited_for() -> None:
     for rank in run_on_ranks(record_a_long_backward):
         first, *_, last = rank.step.buckets
         assert first.ended_s < last.ready_s
-
-
-def test_a_backward_without_reductions_waits_for_none() -> None:
-    assert run_on_ranks(phase_after_a_backward_of_nothing) == ["backward"] * 2
-
-
-def test_a_step_that_was_given_up_is_forgotten() -> None:
-    stats = ReducerStats(num_unused=3)
-    recorder = StepRecorder(torch.device("cpu"))
-    recorder.turn_to("forward")
-    recorder.turn_to("backward")
-    recorder.bucket_ready(0)  # and no more: backward has raised
-    assert step_of(recorder.complete(stats, step=1, plan=1), recorder.axis, memory_bytes=0) is None
-    recorder.turn_to("backward")
-    recorder.turn_to("optimizer")
-    stats.num_unused = 5
-    step = step_of(recorder.complete(stats, step=2, plan=1), recorder.axis, memory_bytes=7)
-    assert step is not None
-    assert [span.name for span in step.spans] == ["backward", "optimizer"]
-    assert (step.num_unused, step.memory_bytes) == (2, 7)
-    recorder.turn_to("data")
-    recorder.forget_phase()
-    assert step_of(recorder.complete(stats, step=3, plan=1), recorder.axis, memory_bytes=0) is None
-    recorder.close()
-
-
-def test_an_axis_of_a_cpu_is_exact_also_if_its_process_had_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, perf_counter = Clock(), time.perf_counter
-    reads = count()
-    monkeypatch.setattr(time, "perf_counter", lambda: perf_counter() + next(reads))  # a second from look to look
-    axis = Axis(clock)
-    mark = clock.mark()
-    assert axis.seconds(mark) == pytest.approx(mark, abs=1e-6)
 
 
 def test_an_axis_that_moves_tells_the_same_time() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import re
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,18 +12,15 @@ from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.cost import NO_CODECS, AllReduceCost, Codec, Codecs, Profile, measured_between
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.recording.schema import (
-    BucketTimes,
     RecordedBucket,
     RecordedPlan,
     Run,
     Span,
-    Step,
-    path_of,
 )
 from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import RankNumbers, TypicalStep, plan_in
-from lightning_bucketddp.recording.writer import RecordFile
 from lightning_bucketddp.reducer.observer import OuterStepStats
+from tests.recording.test_schema import STEP
 from tests.support.cases import for_each
 
 MS = 1e-3
@@ -95,14 +89,6 @@ def test_half_the_bytes_hide_what_the_simulation_says() -> None:
     # Scaled to what was measured, reductions of 4 ms: 1 to 5 and 5 to 9 ms, 7 exposed. Halved they are those above.
     [bf16, *_] = suggested([numbers(0, exposed=7), numbers(1, exposed=7)])
     assert bf16 == '`reduce_dtype="bf16"` would hide 4.00 of the 7.00 ms exposed (15% of the step).'
-
-
-@for_each(
-    "options", [{"reduce_dtype": "bf16"}, {"gradient_dtype": "torch.bfloat16"}, {"ddp_comm_hook": "powerSGD_hook"}]
-)
-def test_what_travels_small_already_is_not_halved(options: dict[str, Any]) -> None:
-    [text] = suggested([numbers(0), numbers(1)], accumulate_grad_batches=4, **options)
-    assert text.startswith("`accumulate_grad_batches=8`")
 
 
 @for_each(
@@ -261,13 +247,6 @@ def test_graphs_are_suggested_where_no_device_is_behind_the_host(
     assert suggested(ranks, **{**automatic, "automatic_optimization": False}) == []
 
 
-def test_the_lag_is_that_of_the_last_steps_that_were_not_replayed() -> None:
-    steps = [replace(STEP, lag_s=lag) for lag in (9.0, 8.0, None, 1.0, 3.0, 2.0)]
-    replayed = replace(STEP, lag_s=0.0, num_replayed=1)
-    assert RankNumbers.of(RUN, [*steps, replayed]).lag_s == 2.0
-    assert RankNumbers.of(RUN, [STEP]).lag_s is None
-
-
 def test_there_are_three_at_most_the_best_come_first_and_what_gains_little_is_left_out() -> None:
     # 3 ms exposed of 203: bf16 would gain 2, which is one hundredth.
     assert suggested([numbers(0, forward=197), numbers(1, forward=197)]) == []
@@ -276,37 +255,11 @@ def test_there_are_three_at_most_the_best_come_first_and_what_gains_little_is_le
     assert [text.split(" ")[0] for text in texts] == ["rank", "a", '`reduce_dtype="bf16"`']
 
 
-def test_without_a_plan_or_what_an_all_reduce_costs_nothing_is_simulated() -> None:
-    other = RecordedPlan(1, [RecordedBucket(["c"], [4])])
-    assert suggested([numbers(0)], None) == []
-    for plan, profile in ((other, PROFILE), (TWO_BUCKETS, None), (TWO_BUCKETS, replace(PROFILE, cost=None))):
-        [text] = suggestions(TypicalStep.of([numbers(0)], replace(RUN, world_size=1, options=OPTIONS), plan, profile))
-        assert text.startswith("`accumulate_grad_batches=2`")
-
-
-STEP = Step(
-    step=7,
-    plan=1,
-    spans=[Span("forward", 0.0, 1.0), Span("backward", 1.0, 3.0), Span("exposed", 3.0, 8.0), Span("optimizer", 8, 9)],
-    # The second waits for the first, and runs from 4.5 to 8.
-    buckets=[BucketTimes(2.0, 2.0, 4.5), BucketTimes(3.0, 3.0, 8.0)],
-    bytes_on_wire=12,
-    memory_bytes=5,
-)
-
-
-def test_the_numbers_of_a_rank_are_of_its_middle_steps_and_travel_as_json() -> None:
-    short, long = (replace(STEP, spans=[Span("forward", 0.0, seconds)], memory_bytes=6) for seconds in (5.0, 50.0))
-    found = RankNumbers.of(RUN, [STEP, short, long])
-    assert found.phases == {"data": 0, "forward": 1, "backward": 2, "exposed": 5, "optimizer": 1}
-    assert (found.step_s, found.own_s, found.exposed_s, found.memory_bytes, found.num_steps) == (9, 4, 5, 6, 3)
-    assert found.communication_s == 6
-    assert TypicalStep.of([found], RUN).bandwidth == 2
-    # Four ranks in islands of two.
-    assert TypicalStep.of([found], replace(RUN, world_size=4, options={"num_islands": 2})).bandwidth == 2
-    assert TypicalStep.of([found], replace(RUN, world_size=4)).bandwidth == 3
-    assert RankNumbers.from_json(json.loads(json.dumps(asdict(found)))) == found
-    assert RankNumbers.of(RUN, []).step_s == 0
+def test_the_lag_is_that_of_the_last_steps_that_were_not_replayed() -> None:
+    steps = [replace(STEP, lag_s=lag) for lag in (9.0, 8.0, None, 1.0, 3.0, 2.0)]
+    replayed = replace(STEP, lag_s=0.0, num_replayed=1)
+    assert RankNumbers.of(RUN, [*steps, replayed]).lag_s == 2.0
+    assert RankNumbers.of(RUN, [STEP]).lag_s is None
 
 
 def test_phases_add_up_to_the_steps_whatever_varies() -> None:
@@ -334,16 +287,6 @@ def test_the_late_bucket_takes_its_part_of_what_is_exposed() -> None:
     assert Summary.of(typical(numbers(), plan=None), suggestions=[]).lines == ["Memory: 100 MiB at most, on rank 0."]
 
 
-def test_the_only_bucket_takes_all_that_is_exposed() -> None:
-    # And the second of two what the first has left.
-    one = replace(STEP, buckets=[BucketTimes(3.0, 3.0, 8.0)])
-    for steps, waits in (([one], [1.0]), ([STEP], [0.3, 0.7])):
-        found = RankNumbers.of(RUN, steps)
-        assert found.waits == pytest.approx(waits)
-        late = TypicalStep.of([found], RUN).late_bucket
-        assert late == (len(waits) - 1, about(5 * waits[-1]))
-
-
 def test_the_table_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]) -> None:
     print_summary(Summary.of(typical(numbers(0), numbers(1), plan=None), suggestions=["[b]do[/b] `this`."]))
     printed = capsys.readouterr().out
@@ -353,25 +296,3 @@ def test_the_table_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]
     assert "│ exposed communication │  3.00 │  13.0 │" in printed
     assert "│ all                   │ 23.00 │ 100.0 │" in printed
     assert printed.endswith("\nSuggestion 1: [b]do[/b] `this`.\n")
-
-
-@pytest.mark.parametrize("is_full", [False, True])
-def test_what_cannot_be_written_is_warned_of_once(
-    is_full: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "folder"
-    if is_full:
-        folder.mkdir()
-        path_of(folder, 3).symlink_to("/dev/full")
-    else:
-        folder.write_text("a file")
-    with caplog.at_level(logging.WARNING):
-        file = RecordFile(folder, rank=3)
-        for _ in range(3):
-            file.write(RUN)
-        file.close()
-    [text] = [" ".join(record.getMessage().split()) for record in caplog.records]
-    assert text.startswith(f"bucketddp: rank 3 cannot record its steps in `{path_of(folder, 3)}` (")
-    assert text.endswith(
-        "). Training goes on, without a record from here. Pass another `dirpath` to `BucketDDPMonitor`."
-    )

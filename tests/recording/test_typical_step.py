@@ -7,11 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.planning.cost import Profile, simulate
-from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.recording.schema import BucketTimes, RecordedBucket, RecordedPlan, Span, Step
-from lightning_bucketddp.recording.typical_step import plan_in, profile_of, reduced_backward
-from tests.support.cases import for_each
+from lightning_bucketddp.recording.typical_step import profile_of, reduced_backward
 
 # Two micro-batches; the second backward begins at 100 and is over at 110. LaunchQueue take 1 s and 1 s for each MiB.
 SPANS = [
@@ -42,16 +39,6 @@ DIFFERENT = RecordedPlan(1, [RecordedBucket(["b"], [MIB]), RecordedBucket(["a"],
 REDUCED = replace(STEP, buckets=[BucketTimes(104, 104, 106), BucketTimes(110, 110, 115)])
 
 
-def test_the_plan_that_was_recorded_is_simulated_as_it_was() -> None:
-    steps = [replace(REDUCED, step=n) for n in range(3)]
-    profile = profile_of(DIFFERENT, steps, num_ranks=2)
-    assert profile is not None
-    assert profile.cost is not None
-    plan = plan_in(profile, DIFFERENT)
-    assert plan == [BucketSpec((0,)), BucketSpec((1,))]
-    assert simulate(profile, plan, profile.cost).exposed_s == pytest.approx(5)
-
-
 def cost_of(plan: RecordedPlan) -> tuple[float, float]:
     """The seconds that a reduction and a MiB of it take."""
     profile = profile_of(plan, [REDUCED], num_ranks=2)
@@ -67,20 +54,3 @@ def test_costs_are_those_of_the_reductions_and_an_all_reduce_costs_twice_a_reduc
     # Weights that are waited for at the end of a step are no part of its backward.
     spans = [*SPANS[:-1], Span("optimizer", 113.5, 114), Span("weights", 114, 115)]
     assert reduced_backward(replace(STEP, spans=spans)) == Span("backward", 100, 110)
-
-
-@for_each("sizes", [[MIB, 4 * MIB - 1], [MIB, MIB], [MIB, 0], [1024, 1025]])
-def test_sizes_that_are_alike_tell_no_cost(sizes: list[int]) -> None:
-    buckets = [RecordedBucket([name], [size]) for name, size in zip("ba", sizes, strict=True)]
-    profile = profile_of(RecordedPlan(1, buckets), [REDUCED], num_ranks=2)
-    assert profile is not None
-    assert profile.cost is None
-    assert profile.ready_s == [4, 10]
-    assert Profile.from_json(profile.to_json()) == profile
-
-
-def test_what_shows_nothing_gives_no_profile() -> None:
-    assert profile_of(PLAN, [], num_ranks=2) is None
-    assert profile_of(PLAN, [replace(STEP, plan=2)], num_ranks=2) is None
-    assert profile_of(PLAN, [replace(STEP, spans=SPANS[:2])], num_ranks=2) is None
-    assert reduced_backward(STEP) == Span("backward", 100, 110)

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.comm.collectives import Collectives
@@ -350,13 +350,8 @@ def assert_trained_as_one_process(setting: Setting) -> list[Outcome]:
 
 @pytest.mark.parametrize(
     ("skipped", "accumulate", "data"),
-    [
-        ([], 1, "iterable"),
-        ([(1, 0), (0, 2), (1, 2)], 1, "stream"),
-        ([(0, 1), (1, 3), (1, 4)], 2, "sized"),
-        ([(rank, step) for rank in (0, 1) for step in range(5)], 2, "iterable"),
-    ],
-    ids=["never", "first_and_everywhere", "in_turns_and_last", "always"],
+    [([(1, 0), (0, 2), (1, 2)], 1, "stream"), ([(0, 1), (1, 3), (1, 4)], 2, "iterable")],
+    ids=["first_and_everywhere", "in_turns_and_last"],
 )
 def test_a_skipped_step_is_left_out_of_the_average(skipped: list[tuple[int, int]], accumulate: int, data: str) -> None:
     setting = Setting(EVEN, skipped=skipped, accumulate=accumulate, data=data)
@@ -417,7 +412,6 @@ def test_a_grad_scaler_counts_the_steps_that_some_rank_took(skipped: list[tuple[
 BY_SIZE = {"gradient_weight": "batch_size"}
 WEIGHED = {
     "plain mean by default": Setting(DIFFERENT_SIZES),
-    "samples": Setting(DIFFERENT_SIZES, options=BY_SIZE),
     "samples of micro-batches": Setting(DIFFERENT_SIZES, accumulate=3, options=BY_SIZE),
     "samples of one process": Setting(DIFFERENT_SIZES[1:], accumulate=2, options=BY_SIZE),
     "tokens": Setting(DIFFERENT_SIZES, accumulate=2, of_tokens=True, options={"gradient_weight": num_tokens}),
@@ -440,14 +434,12 @@ def test_every_kind_of_bucket_is_weighed(config: str, num_micro_batches: int, wo
 # --- Uneven data
 
 UNEVEN_DATA = {
-    "iterable": Setting(UNEVEN),
     "stream": Setting(UNEVEN[::-1], data="stream", accumulate=2),
     "sized": Setting([[4], [4, 4], [4, 4, 4, 4]], data="sized"),
     "generator": Setting(UNEVEN, data="generator", num_epochs=1),
     "weighed": Setting([[4, 2, 4, 1], [3, 5]], data="stream", options=BY_SIZE),
     # A rank without data adds nothing to batch statistics.
     "batchnorm": Setting(UNEVEN, data="stream", batchnorm=True),
-    "even": Setting(EVEN, data="stream"),
     # Momentum would move the weights in a step that no batch asks for.
     "nothing to learn from where data is left": Setting([[4] * 6, [4]], skipped=[(0, 2), (0, 3)], accumulate=2),
 }
@@ -460,7 +452,7 @@ def test_no_batch_is_lost_where_data_is_uneven(kind: str) -> None:
         assert len(rank.had_output) == setting.num_epochs * max(map(len, setting.sizes))
 
 
-@pytest.mark.parametrize(("stopped", "data"), [(0, "iterable"), (1, "stream"), (0, "sized")])
+@pytest.mark.parametrize(("stopped", "data"), [(1, "stream"), (0, "sized")])
 def test_the_rank_that_stops_is_named_on_every_rank(stopped: int, data: str) -> None:
     sizes = UNEVEN if stopped == 1 else UNEVEN[::-1]
     text = (
@@ -502,13 +494,3 @@ def negative(_batch: object) -> int:
 def test_weights_and_data_that_cannot_be_used_are_refused_on_every_rank(setting: Setting, text: str) -> None:
     for rank, refused in enumerate(run_on_ranks(refusal, setting=setting)):
         assert refused.startswith(text.format(rank))
-
-
-@on_ranks()
-@like_torchrun()
-def test_a_loader_with_a_distributed_sampler_is_left_alone() -> None:
-    """Such data is even: the loader that trains is a plain one."""
-    data = TensorDataset(torch.randn(6, WIDTH), torch.randn(6), torch.ones(6, dtype=torch.bool))
-    trainer = make_trainer("bucketddp", max_epochs=1)
-    trainer.fit(Module(Setting([[]])).float(), DataLoader(data))
-    assert type(trainer.train_dataloader) is DataLoader

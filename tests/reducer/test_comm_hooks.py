@@ -168,7 +168,7 @@ def test_unused_parameters_are_known_beside_a_hook(resizing: bool) -> None:
         assert model["never"].weight.grad is None
 
 
-@pytest.mark.parametrize("hook", ["allreduce", "bf16_allreduce", "fp16_power_sgd", "post_local_sgd"])
+@pytest.mark.parametrize("hook", ["bf16_allreduce", "fp16_power_sgd", "post_local_sgd"])
 def test_a_hook_given_to_the_strategy_gives_what_it_gives_in_ddp(hook: str) -> None:
     # Seven steps: post-localSGD has averaged after the fifth, and the ranks are apart again.
     ours, theirs = ours_and_ddp(train_with_hook, hook=hook, max_steps=7)

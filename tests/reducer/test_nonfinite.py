@@ -216,7 +216,6 @@ def test_a_gradient_and_a_loss_are_named_with_their_rank(way: str, value: float)
     [
         ("sparse_embedding", "embedding.weight"),
         ("complex", "shift"),
-        ("many_dtypes", "layers.1.weight"),
         ("many_dtypes", "layers.2.bias"),
         ("unused_on_one_rank", "left.bias"),
         ("checkpoint_reentrant", "blocks.1.0.weight"),
@@ -231,6 +230,11 @@ def test_every_kind_of_gradient_is_checked(case: str, parameter: str) -> None:
 def test_one_process_alone_is_checked(parameter: str | None) -> None:
     [rank] = trained(world_size=1, bad=Bad(parameter, ranks=[0]), on_nonfinite="raise")
     assert rank.error == RAISED.format(named(parameter, rank=0))
+
+
+def test_gradients_of_the_first_backward_are_checked_without_the_loss() -> None:
+    error = raised_on_all(bad=Bad("0.weight", step=0), checks_loss=False)
+    assert "in backward 1: the gradient of `0.weight` on rank 1" in error
 
 
 @pytest.mark.parametrize("reads_late", [False, True])
@@ -249,18 +253,6 @@ def test_all_ranks_are_listed() -> None:
         (None, "the loss on rank 0 (nan), rank 2 (nan)"),
     ):
         assert raised_on_all(world_size=3, bad=Bad(parameter, ranks=[0, 2])) == RAISED.format(what)
-
-
-def test_gradients_of_the_first_backward_are_checked_without_the_loss() -> None:
-    error = raised_on_all(bad=Bad("0.weight", step=0), checks_loss=False)
-    assert "in backward 1: the gradient of `0.weight` on rank 1" in error
-
-
-@for_each("parameter", ["2.weight", None])
-@for_each("micro_batch", [0, 1, 2])
-def test_every_micro_batch_is_checked(micro_batch: int, parameter: str | None) -> None:
-    error = raised_on_all(bad=Bad(parameter, micro_batch=micro_batch), micro_batches=3)
-    assert error == RAISED.format(named(parameter))
 
 
 @for_each(("world_size", "parameter"), [(1, None), (2, "2.weight")])

@@ -96,25 +96,21 @@ class Change:
     same_start: bool = False
 
 
-def _prune(**options: Any) -> Callback:
-    return callbacks.ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"], **options)
+def _prune() -> Callback:
+    return callbacks.ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"])
 
 
 CHANGES = {
     "mean_teacher": Change(Callback, MeanTeacher),
-    "frozen_before_a_batch": Change(lambda: FreezesByHand("before"), ddp="ddp_find_unused_parameters_true"),
     "frozen_after_a_batch": Change(lambda: FreezesByHand("after"), ddp="ddp_find_unused_parameters_true"),
     "stochastic_weight_averaging": Change(
         lambda: callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1), NormRegression
     ),
-    "pruned_for_good": Change(_prune, NormRegression, same_start=True),
-    "pruned_without_validation": Change(_prune, validates=False, same_start=True),
-    "pruned_by_masks": Change(lambda: _prune(make_pruning_permanent=False), NormRegression, same_start=True),
+    "pruned": Change(_prune, NormRegression, same_start=True),
     "accumulation_by_epoch": Change(lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 4, 2: 2})),
 }
 if hasattr(callbacks, "WeightAveraging"):
     CHANGES |= {
-        "weight_averaging": Change(callbacks.WeightAveraging),
         "exponential_weight_averaging": Change(lambda: callbacks.EMAWeightAveraging(decay=0.5)),
         "weight_averaging_with_statistics": Change(callbacks.WeightAveraging, NormRegression),
     }

@@ -144,9 +144,6 @@ def flip_in_a_loop(*, on_divergence: OnDivergence, on_rank: int) -> str:
     return "no error"
 
 
-# --- Checksums
-
-
 @for_each("dtype", DTYPES)
 def test_every_bit_counts(dtype: torch.dtype) -> None:
     every_bit_counts(dtype)
@@ -158,16 +155,6 @@ def test_truth_values_nothing_and_numbers_that_are_none_have_checksums() -> None
     not_numbers = torch.tensor([float("nan"), float("-inf")])
     assert checksum(not_numbers) == checksum(not_numbers.clone())
     assert checksum(torch.tensor(0.0)) != checksum(torch.tensor(-0.0))
-
-
-@for_each("numel", [6, 300_000])
-def test_swapped_values_and_opposite_changes_count(numel: int) -> None:
-    numbers = torch.arange(numel)  # one word each
-    swapped, moved = numbers.clone(), numbers.clone()
-    swapped[[0, 5]] = swapped[[5, 0]]
-    moved[0] += 1
-    moved[5] -= 1
-    assert len({checksum(numbers), checksum(swapped), checksum(moved)}) == 3
 
 
 def test_layouts_that_are_not_contiguous_have_checksums() -> None:
@@ -182,26 +169,11 @@ def test_layouts_that_are_not_contiguous_have_checksums() -> None:
     assert checksum(conjugate) == checksum(conjugate.resolve_conj())
 
 
-def test_small_tensors_share_a_checksum() -> None:
-    small, large = [torch.ones(3), torch.zeros(()), torch.ones(5)], torch.ones(2**17)
-    units = units_of([small[0], large, *small[1:]])
-    assert [len(unit) for unit in units] == [1, 3]
-    before = Checksums().start(units)()
-    flip_bit(small[2], 7)
-    after = Checksums().start(units)()
-    assert (before[0] == after[0], before[1] == after[1]) == (True, False)
-
-
-# --- Votes
-
-
 @for_each(
     ("values", "source", "text"),
     [
         ([{"w": 1}, {"w": 2}], 0, "`w` differs between rank 0 and rank 1."),
         ([{"w": 1}, {"w": 1}, {"w": 2}], 0, "`w` on rank 2 differs from that on the other ranks."),
-        ([{"w": 2}, {"w": 1}, {"w": 1}], 1, "`w` on rank 0 differs from that on the other ranks."),
-        ([{"w": 1}, {"w": 2}, {"w": 3}], 0, "`w` differs between rank 0 and rank 1 and rank 2."),
         ([{"w": 1}, {"w": 2}, {"w": 2}, {"w": 1}], 0, "`w` differs between ranks 0, 3 and ranks 1, 2."),
         (
             [{"w": 2, "v": 1}, {"w": 1, "v": 2}, {"w": 1, "v": 1}, {"w": 1, "v": 1}],
@@ -226,17 +198,11 @@ def test_most_ranks_are_right(values: list[dict[str, Any]], source: int, text: s
     assert find_divergence(dict.fromkeys(range(3), values[0]), numbers={"lr"}) is None
 
 
-# --- Periodic checks
-
-
 @for_each("on_divergence", ["raise", "heal", "log"])
 def test_drift_in_a_bare_loop(on_divergence: str) -> None:
     expected = "after 6 synchronised backwards: `optimizer 0: exp_avg_sq of 0.weight` differs between rank 0 and rank"
     for error in run_on_ranks(flip_in_a_loop, on_divergence=on_divergence, on_rank=1):
         assert expected in error if on_divergence == "raise" else error == "no error"
-
-
-# --- Sets that change on one rank
 
 
 @for_each("is_known", [True, False])
@@ -245,9 +211,6 @@ def test_a_layer_that_one_rank_freezes_is_named(is_known: bool, overlap: bool) -
     errors = run_on_ranks(freeze_on_one_rank_in_mid_training, is_known=is_known, overlap=overlap)
     text = "step 4: `0.weight` has requires_grad True on rank 0 but False on rank 1."
     assert all(error.startswith(text) for error in errors), errors
-
-
-# --- Options
 
 
 @for_each("strategy", [BucketDDPStrategy, FabricStrategy])

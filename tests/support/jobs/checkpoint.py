@@ -59,15 +59,3 @@ def save_slowly(pipe: Connection, path: str, resume: Event) -> None:
         file.seek(0)
         torch.save(numbered_checkpoint(7), file)
     pipe.send("saved")
-
-
-def load_until(pipe: Connection, path: str, stop: Event) -> None:
-    """Load `path` again and again; report the first time, and at the end whether it ever failed."""
-    pipe.send(f"loaded {number_in(path)}")
-    try:
-        while not stop.is_set():
-            number_in(path)
-    except Exception as error:
-        pipe.send(repr(error))
-    else:
-        pipe.send("never failed")

@@ -78,9 +78,6 @@ class Frozen(nn.Module):
         self.layer = nn.Linear(3, 3).requires_grad_(False)
 
 
-NOT_A_CLASS = 3
-
-
 def make_layers(width: int, *, depth: int = 2, **options: Any) -> nn.Module:
     """A factory, as torchvision has them; `options` are those of the layers."""
     return nn.Sequential(*[nn.Linear(width, width, **options) for _ in range(depth)])

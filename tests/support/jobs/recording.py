@@ -13,11 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.recording.schema import RecordedPlan, Step
-from lightning_bucketddp.recording.writer import StepRecorder, plan_of, step_of
+from lightning_bucketddp.recording.schema import Step
+from lightning_bucketddp.recording.writer import StepRecorder, step_of
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from tests.support.jobs.models import CASES, WIDTH, batch
 from tests.support.jobs.parity import build_reducer
 from tests.support.ranks import device
@@ -103,58 +101,6 @@ def record(case: str, config: str, *, num_micro_batches: int = 2) -> Recorded:
     return _finish(reducer, recorder, num_unused)
 
 
-@dataclass(frozen=True)
-class RecordedSharded:
-    """A step, and what its buckets and the plan say of them."""
-
-    step: Step
-    plan: RecordedPlan
-    wire_bytes: int
-    weight_bytes: int  # of what the ranks exchange after a step
-    scatters: bool  # gradients travel to the ranks that step them only
-
-
-def record_sharded(shard: ShardOption) -> RecordedSharded:
-    """The last of four steps, in which rank 0 waits for the weights of rank 1."""
-    collectives = Collectives(device())
-    torch.manual_seed(3)
-    model = CASES["mlp"].build().to(device())
-    shards = Shards(collectives, whole_parameters=shard == "parameters")
-    reducer = build_reducer(model, bucket_cap_mb=_CAP_MB, shards=shards)
-    optimizer = torch.optim.AdamW(model.parameters())
-    shards.add(optimizer)
-    recorder = StepRecorder(device())
-    for number in range(4):
-        optimizer.zero_grad()
-        if number == 3:
-            recorder.begin(reducer.stats)
-            reducer.observer = recorder
-            shards.observe(recorder)
-        with recorder.during("forward"):
-            loss = CASES["mlp"].loss(model, collectives.rank, number)
-        with recorder.during("backward"), reducer.backward():
-            loss.backward()
-        time.sleep(0.05 * collectives.rank)
-        with recorder.during("optimizer"):
-            optimizer.step()
-    bucket_set = reducer.bucket_set
-    assert bucket_set is not None
-    marked = recorder.complete(reducer.stats, step=3, plan=bucket_set.version, buckets=bucket_set.buckets)
-    step = step_of(marked, recorder.axis, memory_bytes=0)
-    recorder.close()
-    assert step is not None
-    buckets: list[Any] = bucket_set.buckets
-    recorded = RecordedSharded(
-        step,
-        plan_of(bucket_set.version, bucket_set.plan, reducer.specs, scatters=collectives.scatters),
-        wire_bytes=sum(bucket.wire.nbytes for bucket in buckets),
-        weight_bytes=sum(bucket.numbers.nbytes for bucket in buckets),
-        scatters=collectives.scatters,
-    )
-    reducer.close()
-    return recorded
-
-
 class _Pause(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -200,19 +146,3 @@ def _finish(reducer: Reducer, recorder: StepRecorder, num_unused: int) -> Record
     bucket_bytes = [bucket.num_bytes for bucket in bucket_set.buckets]
     reducer.close()
     return Recorded(step, bucket_bytes, reducer.stats.num_unused - num_unused)
-
-
-def phase_after_a_backward_of_nothing() -> str | None:
-    """What a recorded step is doing after a backward in which no parameter is trained."""
-    model = nn.Linear(WIDTH, 1).to(device())
-    reducer = build_reducer(model)
-    recorder = reducer.observer = StepRecorder(device())
-    recorder.begin(reducer.stats)
-    model.requires_grad_(False)
-    recorder.turn_to("backward")
-    with reducer.backward():
-        pass
-    phase = recorder.phase
-    reducer.close()
-    recorder.close()
-    return phase

@@ -75,9 +75,6 @@ class Hungry(LightningModule):
     def on_before_backward(self, loss: Tensor) -> None:
         self._memory.use("before_backward", self._batch, self)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self._memory.use("optimizer", self._batch, self)
-
     def reduce(self, _state: object, bucket: Any) -> Any:
         """Reduce as a communication hook does, but for a bucket in the middle."""
         if bucket.index() == 1:
@@ -93,11 +90,6 @@ class Hungry(LightningModule):
     def test_step(self, batch: list[Tensor]) -> None:
         self.validation_step(batch)
 
-    def predict_step(self, batch: list[Tensor]) -> Tensor:
-        self._see(batch[0])
-        self._memory.use("validation", batch[0], self)
-        return self.net(batch[0])
-
     def _see(self, batch: Tensor) -> None:
         if self.sizes[-1:] != [len(batch)]:
             self.sizes.append(len(batch))
@@ -106,7 +98,7 @@ class Hungry(LightningModule):
         inputs = torch.randn(SAMPLES_PER_RANK * self.trainer.world_size, WIDTH, generator=torch.Generator())
         return DataLoader(TensorDataset(inputs), batch_size=self.batch_size)
 
-    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+    val_dataloader = test_dataloader = train_dataloader
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)

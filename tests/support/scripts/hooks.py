@@ -33,8 +33,8 @@ class PlainSGD(models.Regression):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def power_sgd(**options: Any) -> powerSGD_hook.PowerSGDState:
-    return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5, **options)
+def power_sgd() -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
 
 
 def post_local_sgd() -> post_localSGD_hook.PostLocalSGDState:

@@ -16,7 +16,6 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPMonitor
@@ -45,13 +44,6 @@ class Busy(Callback):
     on_save_checkpoint = on_train_epoch_end = on_train_batch_start
 
 
-class PromisesMore(DataLoader[Any]):
-    """Has one batch less than it says, so that the trainer asks for one that does not come."""
-
-    def __len__(self) -> int:
-        return super().__len__() + 1
-
-
 class SlowRank(models.Regression):
     def training_step(self, batch: list[Tensor]) -> Tensor:
         time.sleep(0.1 * self.global_rank)
@@ -72,11 +64,6 @@ class Failing(models.Regression):
         return super().training_step(batch)
 
 
-class FetchesItself(models.Regression):
-    def training_step(self, dataloader_iter: Any) -> Tensor:
-        return self.loss(next(dataloader_iter)[0])
-
-
 class Wide(models.Regression):
     """Has 1.5 MiB of weights, and AdamW."""
 
@@ -91,14 +78,12 @@ class Wide(models.Regression):
 MODELS: dict[str, Any] = {
     "wide": Wide,
     "regression": models.Regression,
-    "manual": models.ManualRegression,
     "two_players": models.TwoPlayers,
     "lbfgs": models.LBFGSRegression,
     "unused": lambda: models.SpareLayer(used_on=()),
     "slow_rank": SlowRank,
     "skipping": Skipping,
     "failing": Failing,
-    "fetches_itself": FetchesItself,
 }
 
 
@@ -128,7 +113,6 @@ def fit(
     resume_from: Path | None = None,
     thin_after: int = 1000,
     loggers: bool = False,
-    promises_more: bool = False,
     about: str = "BucketDDPMonitor",
     **trainer_options: Any,
 ) -> Fitted:
@@ -169,8 +153,7 @@ def fit(
         suppress(Accident),
     ):
         for _ in range(num_fits):
-            train_data = PromisesMore(models.loader().dataset, batch_size=4) if promises_more else models.loader()
-            trainer.fit(module, train_data, models.loader(), ckpt_path=resume_from)
+            trainer.fit(module, models.loader(), models.loader(), ckpt_path=resume_from)
             trainer.fit_loop.max_epochs = (trainer.max_epochs or 0) + 1
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     return Fitted(
