@@ -156,7 +156,7 @@ _NUMPY_FUNCTIONS: list[Any] = [np.float64(0).__reduce__()[0], np.empty(0).__redu
 _TRUSTED_ROOTS = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torch"}
 
 
-def safe_globals_allowed() -> AbstractContextManager[None]:
+def _safe_globals_allowed() -> AbstractContextManager[None]:
     """Have `torch.load(weights_only=True)` accept plain data types of Python, numpy and others in the block."""
     # Other versions of numpy (before 2.0) and Python (3.13) have other names for these.
     modules = ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -166,9 +166,7 @@ def safe_globals_allowed() -> AbstractContextManager[None]:
     allowed = [*_TYPES, *_PATHS, *renamed, *_enumerations(), *_configurations()]
     # Torch removes these at the end, and the user may have allowed some for good.
     by_user = torch.serialization.get_safe_globals()
-    context: AbstractContextManager[None]
-    context = torch.serialization.safe_globals([item for item in allowed if item not in by_user])
-    return context
+    return torch.serialization.safe_globals([item for item in allowed if item not in by_user])
 
 
 def _enumerations() -> Iterator[type[enum.Enum]]:
@@ -217,11 +215,10 @@ def _opened(target: str, filesystem: AbstractFileSystem) -> Iterator[BinaryIO]:
 
 
 def _load(file: BinaryIO, path: str, *, map_location: Any, weights_only: bool) -> dict[str, Any]:
-    with safe_globals_allowed() if weights_only else nullcontext():
+    with _safe_globals_allowed() if weights_only else nullcontext():
         try:
             file.seek(0)
-            checkpoint: dict[str, Any] = torch.load(file, map_location=map_location, weights_only=weights_only)
-            return checkpoint
+            return torch.load(file, map_location=map_location, weights_only=weights_only)  # type: ignore[no-any-return]
         except pickle.UnpicklingError as error:
             if not weights_only or (refused := _refused(error, file)) is None:
                 raise

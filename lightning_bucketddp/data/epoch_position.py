@@ -59,8 +59,13 @@ class ResumableSampler(Sampler[Any]):
         self._original = sampler
         self._next_range = next_range
         self._restored = generator_at_start
-        # State of the generator when the pass began; None: there was none, or none is needed.
-        self.generator_at_start = generator_at_start
+        self._generator_at_start = generator_at_start  # of the pass; None: there was none, or none is needed
+        self._own: torch.Generator | None = None  # of the sampler's
+
+    def generator_state(self, *, is_over: bool) -> Tensor | None:
+        """Return the state for a run that repeats the pass, or, if that `is_over`, for one that begins the next."""
+        state = None if self._own is None else self._own.get_state()
+        return state if is_over else self._generator_at_start
 
     def __iter__(self) -> Iterator[Any]:
         # Not before its first batch is asked for: a loader with workers makes two iterators, and drops one.
@@ -69,12 +74,12 @@ class ResumableSampler(Sampler[Any]):
         if (drawing := _random_sampler(self._original)) is None:
             yield from islice(self._original, begin, end)
             return
-        own = getattr(drawing, "generator", None)
+        own = self._own = getattr(drawing, "generator", None)
         generator: torch.Generator = torch.default_generator if own is None else own
         now = generator.get_state()
         if restored is not None:
             generator.set_state(restored)
-        self.generator_at_start = generator.get_state()
+        self._generator_at_start = generator.get_state()
         samples = islice(self._original, begin, end)
         first = list(islice(samples, 1))  # draws what the sampler draws
         if restored is not None and own is None:
@@ -287,7 +292,7 @@ class EpochPosition(RunPart):
             by_rank = resumed.saved["generators"]
             generators = by_rank[self._trainer.global_rank if len(by_rank) == num_ranks else 0]
             is_order_known = are_even or num_ranks == resumed.saved["world_size"]
-            if resumed.is_within_epoch and len(self._loaders) < len(generators) and is_order_known:
+            if len(self._loaders) < len(generators) and is_order_known:
                 generator = generators[len(self._loaders)]
             for one in (loader.sampler, getattr(batches, "sampler", None)):
                 # Workers ask for the first samples before Lightning says which epoch it is.
@@ -423,13 +428,15 @@ class EpochPosition(RunPart):
                 position.take_all()
         cycles = len(self._loaders) > 1 and mode_of(combined_loader(self._trainer.fit_loop)) == "max_size_cycle"
         num_own = num_batches - self._place_loaders()
+        batches = self._trainer.fit_loop.epoch_loop.batch_progress
+        is_over = batches.is_last_batch and num_batches == batches.current.ready
         known = known_metrics(self._trainer)
         monitors = {it.monitor for it in self._trainer.lr_scheduler_configs if it.reduce_on_plateau}
         return {
             "num_batches": num_batches,
             "step": None if self._at_step is None else self._at_step.number,
             "world_size": self._trainer.world_size,
-            "generators": [position.sampler and position.sampler.generator_at_start for position in self._loaders],
+            "generators": [one.sampler and one.sampler.generator_state(is_over=is_over) for one in self._loaders],
             "loaders": [position.state(num_own, cycles=cycles) for position in self._loaders],
             "metrics": {name: float(known[name]) for name in monitors if name in known},
         }

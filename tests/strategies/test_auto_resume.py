@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
@@ -31,7 +32,7 @@ from lightning_utilities.core.imports import RequirementCache
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.strategies.auto_resume import AutoResume, _reopen_csv, plain
@@ -176,6 +177,9 @@ def make_loader(setting: Setting) -> Any:
     data: Any = Numbers(setting.num_samples)
     if setting.loader == "workers":
         return DataLoader(data, batch_size=2, shuffle=True, num_workers=1)
+    if setting.loader == "own generator":
+        own = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+        return DataLoader(data, batch_size=2, sampler=RandomSampler(data, num_samples=14, generator=own))
     if setting.loader == "own batches":
         return DataLoader(data, batch_sampler=ByParity(range(len(data)), setting.batch_size, False))
     if setting.loader == "two":
@@ -225,7 +229,7 @@ def fit(
         callbacks=[*saving, saves] if setting.saves else saving,
         logger=[CSVLogger(directory, "logs"), TensorBoardLogger(directory, "board")] if has_logger else False,
         log_every_n_steps=1,
-        use_distributed_sampler=setting.loader != "own batches",
+        use_distributed_sampler=not setting.loader.startswith("own"),
         **{"num_sanity_val_steps": 0, **setting.trainer},
     )
     module = Seeing(setting, interruption, **of_module)
@@ -305,6 +309,7 @@ RESUMED = {
         [Interruption(3), Interruption(9, "optimizer_step")],
     ),
     "two loaders": (Setting("two"), [Interruption(6), Interruption(12)]),
+    "own generator": (Setting("own generator"), [Interruption(6, "on_train_batch_end"), Interruption(9)]),
     "workers": (Setting("workers", plans=True), [Interruption(9)]),
     "number of steps": (
         Setting(trainer={"max_steps": 14}),
