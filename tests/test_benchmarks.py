@@ -10,8 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,12 +38,11 @@ from benchmarks.loop import LoopSettings
 from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, build
 from benchmarks.own_processes import OwnProcesses, without_failed
 from benchmarks.peaks import Peaks
-from benchmarks.quality_formats import FORMATS, error_table
 from benchmarks.quality_results import Result, load, markdown
-from benchmarks.quality_tasks import TASKS, evaluate
+from benchmarks.quality_tasks import TASKS
 from benchmarks.quality_training import DDP, PLAIN, Run, Trained, local, train
 from benchmarks.ranks import Place, RankFailed, Ranks
-from benchmarks.report import Table, table_of
+from benchmarks.report import table_of
 from benchmarks.turns import take_turns
 from benchmarks.variants import (
     ALONE,
@@ -55,7 +53,6 @@ from benchmarks.variants import (
     sharded_variants,
     with_hook,
 )
-from lightning_bucketddp.config import BLOCK_NUMEL
 from tests.support import warm
 from tests.support.cases import for_each
 from tests.support.ranks import on_ranks, run_on_ranks
@@ -176,26 +173,6 @@ def test_a_benchmark_prints_and_writes_all_variants(
         assert name in ("memory", "growth") or set(table["samples"]) >= set(table["rows"])
 
 
-def test_every_benchmark_explains_itself(capsys: Capture) -> None:
-    for module in (host_overhead, step_time, overlap, memory, monitor_overhead, gpu_suite, growth, quality):
-        with pytest.raises(SystemExit, match="0"):
-            module.main(["--help"])
-        assert "python -m benchmarks." in capsys.readouterr().out, module
-
-
-def test_a_plot_without_matplotlib_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setattr("benchmarks.command.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        overlap.main(["--png", "found.png"])
-    assert "--png: needs matplotlib: pip install 'lightning-bucketddp[bench]'" in capsys.readouterr().err
-
-
-def test_a_hook_that_lightning_ignores_is_not_measured(capsys: Capture) -> None:
-    with pytest.raises(SystemExit):
-        step_time.main(["--through=trainer", "--wire=bf16"])
-    assert "Lightning ignores torch DDP's hooks on the CPU" in capsys.readouterr().err
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("warm_programs")
 def test_the_suite_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,32 +198,6 @@ def test_the_suite_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: 
     assert as_users_get_it == [ALONE.name, OURS, "ddp"]
     assert all_layers == [ALONE.name, OURS, THEIRS[-2]]
     assert all(table["title"] in (tmp_path / "gpu_suite.txt").read_text() for table in found["tables"])
-
-
-def test_a_short_table_has_a_column_for_each_way_to_compare(tmp_path: Path, capsys: Capture) -> None:
-    def table(title: str, ours: float) -> dict[str, Any]:
-        samples: dict[str, list[float]] = {
-            "bucketddp": [ours, ours + 1, ours + 2],
-            "ddp": [70, 80, 90],
-            "ddp static_graph": [50, 60, 70],
-        }
-        return asdict(table_of(title, samples, unit="ms"))
-
-    through = "gpt2, 2 ranks, through the Trainer"
-    tables = [
-        table(f"{through}, {gpu_suite.EQUAL}", 49),
-        table(f"{through}, {gpu_suite.AS_USERS_GET_IT}", 29),
-        table("resnet50, 2 ranks, fp32 wire; alone: forward 2 ms", 59),
-        asdict(Table("gpt2, peak memory", ["peak MiB"], {"bucketddp": [1]})),
-    ]
-    (tmp_path / "gpu_suite.json").write_text(json.dumps({"tables": tables}))
-    assert gpu_suite.main(["--markdown", str(tmp_path / "gpu_suite.json")]) == 0
-    best = "against 60 ms (50 to 70)"
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        "| GPT-2 124M, 2 ranks, through the Trainer"
-        f" | **1.20x**: 50 ms (49 to 51) {best} | | **2.00x**: 30 ms (29 to 31) {best} |",
-        f"| ResNet-50, 2 ranks, fp32 wire | **1.00x**: 60 ms (59 to 61) {best} | | |",
-    ]
 
 
 def test_a_fit_goes_on_where_it_was_when_its_turn_comes_again() -> None:
@@ -296,18 +247,6 @@ def test_buckets_that_are_kept_between_steps_are_told_apart_from_gradients() -> 
 def test_a_rank_that_fails_ends_the_benchmark(how: str, said: str) -> None:
     with Ranks(Failing, None, Place()) as ranks, pytest.raises(RankFailed, match=said):
         ranks.call(how)
-
-
-def test_variants_take_turns() -> None:
-    order: list[str] = []
-
-    def turn(name: str) -> int:
-        order.append(name)
-        return len(order)
-
-    turns = {name: partial(turn, name) for name in ("a", "b")}
-    assert take_turns(turns, repetitions=3) == {"a": [1, 3, 5], "b": [2, 4, 6]}
-    assert order == ["a", "b"] * 3
 
 
 def test_rounds_end_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,11 +309,6 @@ def test_a_hook_reduces_gradients_of_both(hook: str, error: float) -> None:
             attached.reducer.close()
 
 
-def test_overhead_is_the_ratio_of_medians() -> None:
-    table = monitor_overhead.table_of_ratios("", {"no monitor": [0.1, 0.2, 0.9], "monitor": [0.1, 0.202, 0.9]})
-    assert table.rows == {"no monitor": [200, 0], "monitor": [202, pytest.approx(1)]}
-
-
 def test_shapes_are_those_of_the_models() -> None:
     with torch.device("meta"):
         assert sorted(_gpt2_sizes()) == sorted(param.numel() for param in _GPT2().parameters())
@@ -382,19 +316,6 @@ def test_shapes_are_those_of_the_models() -> None:
     assert (len(_resnet50_sizes()), sum(_resnet50_sizes())) == (161, 25_557_032)
     small = build("gpt2_shapes", torch.device("cpu"))
     assert max(param.numel() for param in small.model.parameters()) == 50257 * 768 // SHRUNK_BY
-
-
-@for_each("unused", ["same", "changing"])
-def test_every_tenth_layer_is_unused(unused: Any) -> None:
-    workload = build("tiny_layers", torch.device("cpu"))
-    without: list[set[int]] = []
-    for step in range(2):
-        workload.leave_out(unused, step)
-        workload.model.zero_grad()
-        workload.loss(workload.model).backward()
-        without.append({index for index, param in enumerate(workload.model.parameters()) if param.grad is None})
-    assert [len(unused) for unused in without] == [50, 50]
-    assert (without[0] == without[1]) == (unused == "same")
 
 
 def results(scores: dict[tuple[str, int], list[float]], task: str = "digits") -> list[Result]:
@@ -419,13 +340,6 @@ def test_a_training_has_the_same_samples_on_any_number_of_ranks_and_the_numbers_
     run = replace(runs[1], num_ranks=4)
     on_four = quality.result_of(run, [rank[0] for rank in run_on_ranks(trainings, world_size=4, runs=[run])])
     assert on_four.curve == pytest.approx(on_two.curve, abs=2e-4)
-
-
-def test_ranks_that_end_with_other_weights_are_a_failure() -> None:
-    run = Run("digits", PLAIN, 2, 0, 1)
-    one, other = (Trained([1.0], weights, 1.0, None) for weights in (1, 2))
-    with pytest.raises(RankFailed, match="The ranks have different weights"):
-        quality.result_of(run, [one, other])
 
 
 def test_what_is_in_the_file_is_not_trained_again(tmp_path: Path, capsys: Capture) -> None:
@@ -461,26 +375,3 @@ def test_a_mean_is_compared_with_the_range_of_the_seeds() -> None:
     assert "* `bf16`: its mean against the range of fp32's seeds: within for digits on 2 ranks." in text
     assert "* `int8`: its mean against the range of fp32's seeds: worse for digits on 2 ranks." in text
     assert "* `local 10`: its mean against the range of fp32's seeds: better for digits on 8 ranks." in text
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_a_task_can_be_scored(task: str) -> None:
-    torch.manual_seed(0)
-    score = evaluate(TASKS[task].model(), TASKS[task].data())
-    assert 0 < score.accuracy < 0.3
-    assert 2 < score.loss < 8
-
-
-def test_formats_of_8_bits_round_each_block_by_its_largest_value() -> None:
-    values = torch.cat(
-        [torch.linspace(-1, 1, BLOCK_NUMEL), 1e-6 * torch.linspace(-1, 1, BLOCK_NUMEL), torch.tensor([3.0])]
-    )
-    for name, error in {"int8": 0.5 / 127, "fp8": 1 / 16}.items():
-        arrived = FORMATS[name](values)
-        assert arrived.shape == values.shape
-        for block, sent in zip(arrived.split(BLOCK_NUMEL), values.split(BLOCK_NUMEL), strict=True):
-            assert (block - sent).abs().max() <= 1.001 * error * sent.abs().max()
-            assert block.abs().max() == pytest.approx(float(sent.abs().max()))
-    table = error_table("digits", at=(0, 2))
-    assert list(table.rows) == ["bf16", "int8", "fp8"]
-    assert table.rows["int8"][0] < table.rows["fp8"][0]

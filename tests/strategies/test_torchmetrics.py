@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.metric_classes import GOOD, PACKAGES, find_usage, metric_classes, verdict
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
@@ -80,21 +79,3 @@ def test_epoch_values_are_those_of_one_process() -> None:
     for rank in run_on_ranks(log_epochs, world_size=2):
         for epoch, expected in zip(rank, alone, strict=True):
             assert epoch == pytest.approx(expected)
-
-
-FEW = ("classification.BinaryAUROC", "regression.PearsonCorrCoef", "retrieval.RetrievalMAP", "text.BLEUScore")
-
-
-# The one class of `multimodal` asks the network for a model.
-OTHERS = [pytest.param((f"{name}.",), marks=pytest.mark.long) for name in PACKAGES if name != "multimodal"]
-
-
-@pytest.mark.parametrize("names", [FEW, *OTHERS])
-def test_every_class_gives_the_value_of_one_process_or_that_of_ddp(names: tuple[str, ...]) -> None:
-    tried = 0
-    for name, cls in metric_classes().items():
-        usage = find_usage(cls) if name.startswith(names) else "not asked for"
-        if not isinstance(usage, str):
-            tried += 1
-            assert verdict(cls, usage, world_size=2) in GOOD, name
-    assert tried
