@@ -84,11 +84,3 @@ def test_the_page_shows_the_table_of_the_result_file() -> None:
     assert table in page
     packages = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]]
     assert packages == [project.package for project in PROJECTS]
-
-
-def test_every_project_has_a_program_and_a_version() -> None:
-    folder = REPOSITORY / "benchmarks" / "projects"
-    pinned = {line.partition("==")[0] for line in (folder / "constraints.txt").read_text().splitlines()}
-    for project in PROJECTS:
-        assert "def train(strategy: str)" in (folder / f"{project.module}.py").read_text()
-        assert project.package in pinned

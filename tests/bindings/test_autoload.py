@@ -119,20 +119,6 @@ def test_bucketddp_autoload_0_leaves_registration_to_an_import_of_the_package(tm
     assert printed.splitlines() == ["False", "lightning_bucketddp.bindings.trainer_lightning", "True", "True"]
 
 
-@pytest.mark.long
-def test_a_strategy_module_may_be_the_first_import() -> None:
-    """As when a spawned process unpickles a strategy."""
-    printed = run_code("""
-        import warnings
-        with warnings.catch_warnings(record=True) as caught:
-            import lightning_bucketddp.bindings.trainer_lightning
-        import lightning
-        print([str(w.message) for w in caught if "bucketddp" in str(w.message)])
-        print(type(lightning.pytorch.strategies.StrategyRegistry.get("bucketddp")).__module__)
-    """)
-    assert printed == "[]\nlightning_bucketddp.bindings.trainer_lightning"
-
-
 def test_a_broken_package_is_a_warning_and_lightning_works(tmp_path: Path) -> None:
     broken = tmp_path / "lightning_bucketddp"
     broken.mkdir()

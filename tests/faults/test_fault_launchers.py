@@ -106,14 +106,6 @@ def test_ctrl_c_that_reaches_only_one_process_of_several(target: int | str, tmp_
     ended.assert_saved()
 
 
-@pytest.mark.long  # tests/strategies/test_max_restarts.py has torchrun start such a rank again
-@pytest.mark.parametrize("rank", [0, 1])
-def test_torchrun_with_a_rank_that_is_killed(rank: int, tmp_path: Path) -> None:
-    ended = end_of("torchrun", tmp_path, what="kill", target=rank)
-    assert "exitcode  : -9" in ended.output
-    ended.assert_saved()
-
-
 def test_callback_that_fails_on_a_rank_whose_end_nobody_shows_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     # Of spawned and forked ranks torch shows how one has ended. The soak fills a disk before another one saves.
     def fail() -> None:
@@ -245,21 +237,6 @@ def test_a_crash_shows_the_frames_of_the_user_once_and_two_lines_of_another_rank
     # torchrun shows frames of its own.
     assert not re.search(r'File ".*-packages/(lightning|torch/(?!distributed/)).*", line', ended.output), ended.output
     assert "lightning_bucketddp/" not in ended.output
-
-
-@pytest.mark.long
-def test_a_rank_zero_that_is_killed_leaves_two_lines_and_no_frames_of_its_store(tmp_path: Path) -> None:
-    script = tmp_path / "crash.py"
-    killed = CRASH.replace("check_label(17)", "import os; os.kill(os.getpid(), 9)")
-    killed = killed.replace("global_rank == 1", "global_rank == 0")
-    script.write_text(killed)
-    # Not a warm one, which has read its variables already.
-    program = programs.Program([script, "bucketddp"], python=sys.executable)
-    ended = run_together(program, root="lightning.pytorch", directory=tmp_path)
-    assert ended.returncode == -9, ended.output
-    assert IS_STOPPING.format(1, 0) in ended.output
-    assert "frame #" not in ended.output
-    assert sum(line.startswith("[rank1]") for line in ended.output.splitlines()) == 2, ended.output
 
 
 def test_an_error_that_was_caught_changes_nothing_for_the_errors_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

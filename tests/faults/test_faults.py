@@ -76,16 +76,6 @@ def assert_saved_as_seen(ended: Ended, directory: Path, *, by: int = 0) -> None:
         assert [w.flatten().tolist() for w in weights if w.dim()] == seen["weights"]
 
 
-@pytest.mark.long
-def test_rank_that_has_to_end_in_a_long_step_of_its_optimizer_still_saves(tmp_path: Path) -> None:
-    fault = Fault("raise on rank 1, sleep on rank 0", "optimizer", rank=None)
-    ended = end_of(tmp_path, fault=fault, pause_after_s=0.8)
-    assert "seen0" in ended.results, ended.output[0]
-    assert ended.results["seen0"]["type"] == "RankFailedError"
-    assert ended.results["seen0"]["step"] == 4
-    assert_saved_as_seen(ended, tmp_path)
-
-
 @pytest.mark.parametrize("where", ["training_step", "on_after_backward", "on_train_batch_end"])
 def test_exception_of_one_rank_ends_all_and_saves_the_step_that_failed(where: str, tmp_path: Path) -> None:
     ended = end_of(tmp_path, fault=Fault("raise", where), world_size=3)
@@ -180,14 +170,6 @@ def test_death_of_rank_zero_before_a_save_is_not_taken_for_a_save_of_one_rank(tm
     ended = end_of(tmp_path, fault=Fault("SIGKILL", "on_save_checkpoint", rank=0), save_every=1)
     assert ended.results["seen1"]["type"] == "RankFailedError"
     assert f"Rank 0 (process {ended.results['fault']['pid']}" in ended.results["seen1"]["message"]
-
-
-@pytest.mark.long
-def test_death_in_a_backward_ends_a_thread_that_waits_for_what_was_sent(tmp_path: Path) -> None:
-    ended = end_of(tmp_path, fault=Fault("SIGKILL", "backward"), world_size=3, reduce_dtype="int8")
-    assert ended.results["seen0"]["type"] == "RankFailedError"
-    assert f"Rank 1 (process {ended.results['fault']['pid']}" in ended.results["seen0"]["message"]
-    assert ended.exit_codes[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -313,13 +295,6 @@ def test_rank_that_goes_from_phase_to_phase_does_not_stand_still_nor_one_that_wa
         )
         monitor.progress.enter("forward")  # it waits no more
         assert monitor.find_failure() is None
-
-
-@pytest.mark.long
-def test_ranks_that_are_all_slow_are_left_alone(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"pause_s": 4, "slow_from": 3, "num_batches": 4, "timeouts": Timeouts(stall_s=2)}
-    with doomed_ranks(fit, directory=tmp_path, **options) as ranks:
-        assert ranks.wait().exit_codes == [0, 0]
 
 
 # --- With a sharded optimizer

@@ -77,7 +77,7 @@ def same_graph_twice(module: Any, batch: list[Tensor]) -> None:
     module.manual_backward(loss)
 
 
-def kept_gradients(module: Any, batch: list[Tensor], *, keep: Callable[[Any], Any] = lambda grad: grad) -> None:
+def kept_gradients(module: Any, batch: list[Tensor], *, keep: Callable[[Any], Any]) -> None:
     """Combine the gradients of two losses, which are kept without a copy."""
     gradients = []
     for loss in (module.loss(batch), other_loss(module, batch)):
@@ -124,11 +124,10 @@ class Gan(Regression):
 
     Args:
         switching: how the other network is kept out of a turn.
-        discriminator_every: batches between turns of the discriminator.
         micro_batches: backwards of each turn; gradients are reduced in the last one.
     """
 
-    def __init__(self, switching: str, *, discriminator_every: int = 1, micro_batches: int = 1) -> None:
+    def __init__(self, switching: str, *, micro_batches: int = 1) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.layers = nn.ModuleDict(
@@ -137,12 +136,10 @@ class Gan(Regression):
                 for name, num_outputs in (("generator", WIDTH), ("discriminator", 1))
             }
         )
-        self._switching, self._every, self._micro_batches = switching, discriminator_every, micro_batches
+        self._switching, self._micro_batches = switching, micro_batches
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        for optimizer, sign, every in zip(self.optimizers(), (-1, 1), (1, self._every), strict=True):
-            if batch_idx % every:
-                continue
+    def training_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
+        for optimizer, sign in zip(self.optimizers(), (-1, 1), strict=True):
             optimizer.zero_grad()
             for position, real in enumerate(batch[0].chunk(self._micro_batches), start=1):
                 with self._turn(optimizer, is_last=position == self._micro_batches):
@@ -154,9 +151,6 @@ class Gan(Regression):
     def _turn(self, optimizer: Any, *, is_last: bool) -> Iterator[None]:
         if self._switching == "toggle_model":
             with optimizer.toggle_model(sync_grad=is_last):
-                yield
-        elif self._switching == "toggled_optimizer":
-            with self.toggled_optimizer(optimizer):
                 yield
         elif self._switching == "toggle_optimizer":
             self.toggle_optimizer(optimizer)
@@ -234,13 +228,6 @@ class GradientsOfHooks(Regression):
         self.seen.append([float(gradient.norm()) for gradient in self.noted.values()])
         for gradient in self.noted.values():
             gradient *= 0.5
-
-
-class OwnClipping(Regression):
-    """Clips the first layer only."""
-
-    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(self.layers[0].parameters(), 0.01)
 
 
 class Network(LightningModule):
@@ -436,15 +423,11 @@ def loops(module: Callable[[], LightningModule] = Watching, **options: Any) -> P
 class RisingMetric(Regression):
     """Logs a metric that falls until it rises, in the third epoch on rank 1, and on rank 0 in the fifth."""
 
-    def __init__(self, *, shared: bool) -> None:
-        super().__init__()
-        self._shared = shared
-
     def validation_step(self, batch: list[Tensor]) -> None:
         is_worse_here = self.current_epoch >= (2 if self.global_rank == 1 else 4)
         # It falls so fast that one rank cannot make the mean rise.
         metric = float(self.current_epoch) if is_worse_here else -(10.0**self.current_epoch)
-        self.log("metric", metric, sync_dist=self._shared)
+        self.log("metric", metric, sync_dist=True)
 
 
 class StopsOnRankOne(Callback):
@@ -489,19 +472,10 @@ def under(*make: Callable[[], Callback], **options: Any) -> Program:
     )
 
 
-def stopped_early(*, shared: bool) -> Program:
-    return Program(
-        lambda: RisingMetric(shared=shared),
-        lambda: {"max_epochs": 8, "callbacks": callbacks.EarlyStopping("metric", patience=0)},
-        validates=True,
-    )
-
-
 STYLES = {
     "two_losses": Program(lambda: Manual(two_losses)),
     "two_losses_one_reduction": Program(lambda: Manual(partial(two_losses, first_stays_here=True))),
     "same_graph_twice": Program(lambda: Manual(same_graph_twice)),
-    "gradients_kept_without_a_copy": Program(lambda: Manual(kept_gradients)),
     "gradients_kept_detached": Program(lambda: Manual(partial(kept_gradients, keep=Tensor.detach))),
     "rows_of_gradients_kept": Program(lambda: Manual(partial(kept_gradients, keep=lambda grad: grad.data[:]))),
     # torch DDP raises there: it writes into gradients that have a graph.
@@ -510,18 +484,12 @@ STYLES = {
     "line_search": Program(LineSearch),
     "lbfgs": Program(LBFGSRegression),
     "gradients_changed_in_place": Program(lambda: GradientHooks(in_place=True)),
-    "gradients_replaced": Program(lambda: GradientHooks(in_place=False)),
-    # The hooks see gradients of this rank only, and what they add is averaged.
-    "gradients_changed_while_accumulating": Program(
-        lambda: GradientHooks(in_place=True), lambda: {"accumulate_grad_batches": 3}
-    ),
+    # The hooks see gradients of this rank only, and what they change is averaged.
     "gradients_replaced_while_accumulating": Program(
         lambda: GradientHooks(in_place=False), lambda: {"accumulate_grad_batches": 3}
     ),
-    "flat_gradients": Program(FlatGradients),
     "flat_gradients_while_accumulating": Program(FlatGradients, lambda: {"accumulate_grad_batches": 3}),
     "gradients_of_hooks": Program(GradientsOfHooks),
-    "own_clipping": Program(OwnClipping),
     "clip_value": Program(
         Regression,
         lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 4},
@@ -529,26 +497,19 @@ STYLES = {
 }
 GANS = {
     "toggle_optimizer": Program(lambda: Gan("toggle_optimizer"), ddp=UNUSED),
-    "toggled_optimizer": Program(lambda: Gan("toggled_optimizer"), ddp=UNUSED),
-    "toggle_model": Program(lambda: Gan("toggle_model"), ddp=UNUSED),
     "gan_that_accumulates": Program(lambda: Gan("toggle_model", micro_batches=2), ddp=UNUSED),
-    "discriminator_every_second_batch": Program(lambda: Gan("toggle_optimizer", discriminator_every=2), ddp=UNUSED),
     # Each turn leaves gradients in the other network, which its own turn clears.
     "nothing_switched_off": Program(lambda: Gan("nothing"), ddp=UNUSED),
 }
 USER_CODE = {
-    "buffer_in_step": Program(lambda: RankZeroBuffer(changes_in="training_step")),
     "buffer_after_step": Program(lambda: RankZeroBuffer(changes_in="on_train_batch_end")),
     "unused_on_rank_0": Program(lambda: SpareLayer(used_on=(1,)), ddp=UNUSED),
     "idle_rank": Program(
         lambda: IdleRank(uses_parameters=False), ddp_module=lambda: IdleRank(uses_parameters=True), ddp=UNUSED
     ),
-    "picture": Program(Network, lambda: {"callbacks": Picture()}),
     "picture_while_accumulating": Program(Network, lambda: {"callbacks": Picture(), "accumulate_grad_batches": 2}),
     "adversarial": Program(lambda: Network(adversarial)),
-    "manual_adversarial": Program(lambda: Manual(lambda it, batch: it.manual_backward(adversarial(it, batch)))),
     "contrastive": Program(lambda: Network(contrastive), ddp=UNUSED),
-    "masks": Program(Network, lambda: {"callbacks": Masks()}),
     "masks_while_accumulating": Program(Network, lambda: {"callbacks": Masks(), "accumulate_grad_batches": 2}),
     "renormalised": Program(lambda: Network(norm=Renormalised(8))),
     "frozen_late": Program(FrozenLate, ddp=UNUSED),
@@ -556,7 +517,6 @@ USER_CODE = {
 }
 LOOPS = {
     "overfit_batches": loops(overfit_batches=3),
-    "fast_dev_run": loops(fast_dev_run=3),
     "limits": loops(limit_train_batches=0.5, limit_val_batches=2),
     "max_steps": loops(max_steps=13),
     "min_epochs": loops(max_epochs=None, min_epochs=2, max_steps=25),
@@ -568,7 +528,6 @@ LOOPS = {
     "barebones": loops(barebones=True),
     "detect_anomaly": loops(detect_anomaly=True),
     "advanced_profiler": loops(profiler="advanced"),
-    "deterministic": loops(deterministic=True),
     "no_inference_mode": loops(inference_mode=False),
     "no_distributed_sampler": loops(use_distributed_sampler=False),
     "one_cycle": loops(lambda: Watching("one_cycle"), accumulate_grad_batches=4),
@@ -579,43 +538,27 @@ CALLBACKS = {
     "device_stats": under(lambda: callbacks.DeviceStatsMonitor(cpu_stats=True)),
     "timer_and_lambda": under(lambda: callbacks.Timer(duration={"hours": 1}), NotesOrder),
     "stops_by_itself": under(StopsOnRankOne),
-    "stopped_early_by_one_rank": stopped_early(shared=False),
-    "stopped_early_by_all": stopped_early(shared=True),
+    "stopped_early": Program(
+        RisingMetric,
+        lambda: {"max_epochs": 8, "callbacks": callbacks.EarlyStopping("metric", patience=0)},
+        validates=True,
+    ),
 }
 PROGRAMS = {**STYLES, **GANS, **USER_CODE, **LOOPS, **CALLBACKS}
-# The others show more in less time, or the same as one of these.
-FEW = {
-    *("two_losses_one_reduction", "gradients_kept_detached", "graph_of_backward", "line_search"),
-    *(
-        "gradients_changed_in_place",
-        "gradients_replaced_while_accumulating",
-        "flat_gradients_while_accumulating",
-        "gradients_of_hooks",
-        "toggle_optimizer",
-        "gan_that_accumulates",
-    ),
-    *("nothing_switched_off", "buffer_after_step", "idle_rank", "unused_on_rank_0"),
-    *("picture_while_accumulating", "adversarial", "contrastive", "masks_while_accumulating", "renormalised"),
-    *("frozen_late", "talkative", "max_steps", "validation_within_epochs", "new_loaders_each_epoch", "barebones"),
-    *("no_distributed_sampler", "plateau", "learning_rate_monitor", "timer_and_lambda", "stops_by_itself"),
-    "stopped_early_by_all",
+# The others show more in less time.
+LONG = {
+    *("two_losses", "same_graph_twice", "rows_of_gradients_kept", "micro_batches", "lbfgs", "clip_value"),
+    *("overfit_batches", "limits", "min_epochs", "detect_anomaly", "advanced_profiler", "no_inference_mode"),
+    *("one_cycle", "device_stats"),
 }
 
 
-def marks_of(program: str) -> list[pytest.MarkDecorator]:
-    marks = [] if program in FEW else [pytest.mark.long]
-    if program == "toggled_optimizer" and not hasattr(LightningModule, "toggled_optimizer"):
-        marks.append(pytest.mark.skip(reason="this Lightning has no `toggled_optimizer`"))
-    return marks
-
-
-@pytest.mark.parametrize("program", [pytest.param(name, marks=marks_of(name)) for name in PROGRAMS])
+@pytest.mark.parametrize(
+    "program", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in PROGRAMS]
+)
 @on_ranks()
 def test_training_equals_ddp(program: str) -> None:
-    try:
-        compare(PROGRAMS[program], replica_checks=1)  # no program of these makes replicas differ
-    finally:
-        torch.use_deterministic_algorithms(False)  # what `deterministic=True` leaves behind
+    compare(PROGRAMS[program], replica_checks=1)  # no program of these makes replicas differ
 
 
 @for_each(

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import importlib.util
 import os
 from importlib import import_module
 from multiprocessing import spawn
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from torch import Tensor
 
 from benchmarks.ports import own_port
 from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support import warm
-from tests.support.cases import for_each
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.scripts.models import Regression, loader
 from tests.support.scripts.trainers import like_torchrun, make_trainer
@@ -63,27 +57,6 @@ class Asking(Regression):
         }
 
 
-class Logging(Regression):
-    """Logs by step and by epoch, from all ranks and from this one."""
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        loss = self.loss(batch)
-        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
-        self.log("own", loss)
-        return loss
-
-
-def values_in(folder: Path, logger: str) -> Any:
-    if logger == "csv":
-        with (folder / "metrics.csv").open() as file:
-            return list(csv.DictReader(file))
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
 def train_over_backend(*, backend: str, ports: list[int]) -> dict[str, Any]:
     """The backend in use and the weights, by strategy. Leaves no process group, so it needs a pool of its own."""
     results = {}
@@ -102,11 +75,6 @@ def train_over_backend(*, backend: str, ports: list[int]) -> dict[str, Any]:
     return results
 
 
-has_tensorboard = pytest.mark.skipif(
-    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
-)
-
-
 @on_ranks()
 @like_torchrun()
 def test_strategy_and_trainer_answer_as_with_ddp() -> None:
@@ -115,24 +83,6 @@ def test_strategy_and_trainer_answer_as_with_ddp() -> None:
         make_trainer(strategy, max_epochs=1, limit_train_batches=1).fit(module, loader())
     assert ours.answers == ddp.answers
     assert ours.answers["mean"] == [1.5, 5.0]
-
-
-@pytest.mark.parametrize("logger", ["csv", pytest.param("tensorboard", marks=has_tensorboard)])
-@on_ranks()
-@like_torchrun()
-def test_log_files_are_those_of_ddp(logger: str, tmp_path: Path) -> None:
-    outcomes = []
-    for strategy in ("bucketddp", "ddp"):
-        torch.manual_seed(dist.get_rank())
-        made = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}[logger](tmp_path / strategy, name="")
-        trainer = make_trainer(strategy, max_epochs=2, logger=made, log_every_n_steps=4)
-        trainer.fit(Logging(), loader(), loader())
-        # Only rank 0 knows where it has written, and that it has.
-        folder = Path(trainer.strategy.broadcast(made.log_dir))
-        outcomes.append((sorted(name.split(".")[0] for name in os.listdir(folder)), values_in(folder, logger)))
-    assert outcomes[0] == outcomes[1]
-    assert outcomes[0][1]
-    assert len(list((tmp_path / "bucketddp").rglob("version_*"))) == 1
 
 
 def test_a_process_group_backend_of_the_user_is_used() -> None:
@@ -151,9 +101,6 @@ def test_a_process_group_backend_of_the_user_is_used() -> None:
 
 
 # --- A strategy without a Trainer or Fabric
-
-# One for the Trainer and one for Fabric, of either distribution of Lightning.
-ROOTS = ["lightning.pytorch", "lightning_fabric"]
 
 
 def make_strategy(root: str, environment: str, **options: Any) -> Any:
@@ -193,17 +140,6 @@ ANSWERS = {
     "gradient": [1.0, 1.0],
     "broadcast": {"from": 1},
 }
-
-
-@for_each("root", ROOTS)
-@on_ranks()
-@like_torchrun()
-def test_its_collectives_work_in_processes_of_another_launcher(root: str) -> None:
-    """Nothing but the environment of the strategy is set up."""
-    strategy = make_strategy(root, "TorchElasticEnvironment")
-    answers = talk(strategy)
-    strategy.teardown()
-    assert answers == ANSWERS
 
 
 def test_lightnings_own_launcher_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:

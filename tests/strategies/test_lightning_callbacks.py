@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 
@@ -22,10 +19,6 @@ from tests.support.scripts.models import Regression, loader
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
 STRATEGIES = ("bucketddp", "ddp")
-saves_on_exception = pytest.mark.skipif(
-    "save_on_exception" not in inspect.signature(ModelCheckpoint).parameters,
-    reason="this Lightning's `ModelCheckpoint` does not save on exceptions",
-)
 
 
 def _weights(module: LightningModule) -> dict[str, Any]:
@@ -103,33 +96,3 @@ def test_looking_for_a_batch_size_is_refused_as_with_ddp(by_callback: bool) -> N
         errors.append(raised_by(find))
     assert errors[0] == errors[1]
     assert "not supported with distributed strategies" in errors[0]
-
-
-class Accident(Exception):
-    """Something that happens to all ranks."""
-
-
-class _Fails(Callback):
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == 3:
-            raise Accident
-
-
-@pytest.mark.parametrize("by", ["OnExceptionCheckpoint", pytest.param("ModelCheckpoint", marks=saves_on_exception)])
-@on_ranks()
-@like_torchrun()
-def test_an_exception_on_all_ranks_leaves_the_checkpoint_of_ddp(by: str, tmp_path: Path) -> None:
-    saved = []
-    for strategy in STRATEGIES:
-        torch.manual_seed(dist.get_rank())
-        options = {"save_on_exception": True} if by == "ModelCheckpoint" else {}
-        saving = getattr(callbacks, by)(tmp_path / strategy, filename="failed", **options)
-        trainer = make_trainer(strategy, max_epochs=1, enable_checkpointing=True, callbacks=[_Fails(), saving])
-        with pytest.raises(Accident):
-            trainer.fit(Regression(), loader())
-        dist.barrier()
-        [file] = (tmp_path / strategy).glob("*.ckpt")
-        checkpoint = torch.load(file, weights_only=False)
-        assert checkpoint["global_step"] == 3
-        saved.append((checkpoint["state_dict"], dict(trainer.lightning_module.state_dict())))
-    torch.testing.assert_close(saved[0], saved[1], rtol=0, atol=0)

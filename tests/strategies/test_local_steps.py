@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -360,17 +359,6 @@ def test_a_round_of_one_plain_step_equals_ddp_bit_for_bit() -> None:
     assert [rank["after_batches"] for rank in ours] == [ddp[0]["after_batches"]] * 2
 
 
-@pytest.mark.long
-def test_a_round_of_one_plain_step_of_islands_of_two_ranks_nearly_equals_ddp() -> None:
-    # Gradients are averaged inside of two islands, and weights between them.
-    ours = run_on_ranks(train, world_size=4, kind=Taught, local_steps=LocalSteps(1, 2, **PLAIN))
-    ddp = run_on_ranks(train, world_size=4, kind=Taught, strategy="ddp")
-    for rank in ours:
-        assert rank["final"] == ours[0]["final"]
-        for name, weights in ddp[0]["final"].items():
-            torch.testing.assert_close(torch.tensor(rank["final"][name]), torch.tensor(weights), rtol=2e-6, atol=2e-7)
-
-
 def test_islands_exchange_nothing_between_outer_steps_and_then_each_weight_once() -> None:
     ranks = run_on_ranks(train, local_steps=LocalSteps(5, "rank"))
     for rank in ranks:
@@ -534,17 +522,6 @@ def test_a_signal_ends_the_round_on_all_ranks(tmp_path: Path) -> None:
     assert seen[0]["weights"] == seen[1]["weights"]
     checkpoint = torch.load(tmp_path / "on_exception" / "on_exception.ckpt", weights_only=True)
     assert len(checkpoint["bucketddp"]["local_steps"]["other_islands"]) == 1
-
-
-@pytest.mark.long
-def test_a_rank_that_dies_in_a_round_is_named_by_the_other_island(tmp_path: Path) -> None:
-    ended = fit_under(Fault("SIGKILL", rank=1), tmp_path, local_steps=LocalSteps(10**6, "rank"), pause_after_s=0.1)
-    assert ended.exit_codes[1] == -signal.SIGKILL
-    assert ended.results["seen0"]["type"] == "RankFailedError"
-    assert "Rank 1" in ended.results["seen0"]["message"]
-    # What rank 0 had is saved as it is.
-    checkpoint = torch.load(tmp_path / "on_exception" / "on_exception.ckpt", weights_only=True)
-    assert checkpoint["global_step"] == ended.results["seen0"]["step"]
 
 
 @pytest.mark.long

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from jsonargparse import ArgumentParser
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -126,28 +125,6 @@ def test_a_time_out_may_be_a_number_of_seconds(root: str) -> None:
     for given, seconds in ((5, 5), (0.5, 0.5), (timedelta(minutes=1), 60)):
         assert strategy_class(root)(timeout=given)._timeout == timedelta(seconds=seconds)
     assert strategy_class(root)(timeout=None)._timeout is None
-
-
-def test_a_number_of_local_steps_is_short_for_all_about_them() -> None:
-    assert BucketDDPStrategy(local_steps=5).options == BucketDDPStrategy(local_steps=LocalSteps(5)).options
-
-
-def test_keywords_without_effect_are_taken() -> None:
-    given: dict[str, Any] = {
-        "find_unused_parameters": True,
-        "static_graph": False,
-        "gradient_as_bucket_view": True,
-        "batched_grad_copy": True,
-        "skip_all_reduce_unused_params": True,
-        "device_ids": [0],
-        "output_device": "cuda:0",
-        "dim": 0,
-        "check_reduction": False,
-        "delay_all_reduce_named_params": [("weight", nn.Parameter(torch.ones(1)))],
-        "param_to_hook_all_reduce": nn.Parameter(torch.ones(1)),
-    }
-    assert BucketDDPStrategy(**given).options.without_effect == tuple(given)
-    assert BucketDDPStrategy().options.without_effect == ()
 
 
 GPU = torch.device("cuda", 1)
@@ -299,11 +276,6 @@ def test_a_value_that_makes_no_sense_is_refused_by_name(root: str) -> None:
 def test_local_steps_that_make_no_sense_are_refused_by_name(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         LocalSteps(**{"steps": 5, **options})
-
-
-def test_a_limit_that_is_no_time_is_refused() -> None:
-    with pytest.raises(ValueError, match="`stall_warning_s` must be a positive number of seconds, got '5'"):
-        Timeouts(stall_warning_s="5")  # type: ignore[arg-type]
 
 
 def test_restarts_need_checkpoints_to_go_on_from() -> None:

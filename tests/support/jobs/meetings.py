@@ -76,7 +76,7 @@ def _failure_of(is_me: bool) -> Callable[[], str | None]:
     return find_failure
 
 
-def meet_alone(port: int, *, rank: int, timeout_s: float, world_size: int = 2, address: str = "127.0.0.1") -> None:
+def meet_alone(port: int, *, rank: int, timeout_s: float, world_size: int = 2) -> None:
     """Meet in this process."""
-    point = StoreAddress(address=address, port=port, rank=rank, world_size=world_size, local_rank=0)
+    point = StoreAddress(address="127.0.0.1", port=port, rank=rank, world_size=world_size, local_rank=0)
     Rendezvous(point, timeout_s=timeout_s).meet(listener=None, find_failure=lambda: None)

@@ -27,8 +27,6 @@ from tests.support.scripts.trainers import make_trainer
 
 NUM_BATCHES = 400
 LINGERING_S = 6
-# Longer than a rank may take that is not in an optimizer's step.
-LONG_STEP_S = 4
 # From one SIGINT to the next.
 GAP_S = {"Ctrl-C, passed on by the parent": 0.1, "Ctrl-C twice": 1.2}
 
@@ -71,11 +69,6 @@ class Fault:
         if self.what == "Ctrl-C, noticed late by rank 1":
             time.sleep(0.8 * _rank())
             os.kill(os.getpid(), signal.SIGINT)
-        if self.what.startswith("raise on rank 1, sleep on rank "):
-            if _rank() == 1:
-                raise ValueError("boom")
-            if _rank() == int(self.what[-1]):
-                time.sleep(LONG_STEP_S)
         if self.what in GAP_S:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(GAP_S[self.what])
