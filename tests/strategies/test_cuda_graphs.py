@@ -24,11 +24,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from lightning_bucketddp import BucketDDPMonitor, BucketDDPStrategy
@@ -181,29 +181,15 @@ class Annealed(Network):
         return self.loss(batch) * min(1.0, self.global_step / 10)
 
 
-class ByLength(Network):
-    """Scales its loss by the number of batches in an epoch."""
+class OwnNumbers(Network):
+    """Has random numbers of its own."""
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        return self.loss(batch) * self.trainer.num_training_batches
-
-
-class ShrinkingData(LightningDataModule):
-    """Has fewer batches in each epoch."""
-
-    def train_dataloader(self) -> Any:
-        assert self.trainer is not None
-        return DataLoader(Subset(loader().dataset, range(80 - 16 * self.trainer.current_epoch)), batch_size=4)
-
-
-class Counting(Network):
     def __init__(self) -> None:
         super().__init__()
-        self.num_calls = 0
+        self.numbers = np.random.default_rng(3)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        self.num_calls += 1
-        return self.loss(batch) / self.num_calls
+        return self.loss(batch) * self.numbers.random()
 
 
 class Measuring(Network):
@@ -295,13 +281,6 @@ class Images(Network):
         return self.last(self.dropout(features.tanh()))
 
 
-class Heating(Callback):
-    """Changes an attribute that the forward reads, once an epoch."""
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.temperature = 1.0 + trainer.current_epoch
-
-
 class Factors(Network):
     """Multiplies its loss by numbers that are in all kinds of things."""
 
@@ -346,28 +325,6 @@ class Rated(Network):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         self.log("rate", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
         return self.loss(batch)
-
-
-class Scheduled(Network):
-    """Holds the scheduler, and scales its loss by what that says."""
-
-    def configure_optimizers(self) -> Any:
-        [optimizer], [self.scheduler] = super().configure_optimizers()
-        return [optimizer], [self.scheduler]
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        return self.loss(batch) * self.scheduler.get_last_lr()[0]
-
-
-class OwnNumbers(Network):
-    """Has random numbers of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = np.random.default_rng(3)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        return self.loss(batch) * self.numbers.random()
 
 
 class Poison(Callback):
@@ -498,7 +455,6 @@ def line_in(module: type[LightningModule]) -> str:
 
 PROGRAMS = {
     "plain": Program(),
-    "without_dropout": Program(lambda: Network(dropout=0.0), is_alike=True),
     "accumulating": Program(trainer={"accumulate_grad_batches": 3, "max_epochs": 5}, num_replayed=5),
     # The last step of an epoch has two batches instead of four.
     "global_batch_size": Program(options={"global_batch_size": 32}, trainer={"max_epochs": 6}, num_replayed=5),
@@ -518,13 +474,7 @@ PROGRAMS = {
     "naming_nonfinite": Program(
         Rooted, options={"on_nonfinite": "warn", "bucket_cap_mb": 1}, callbacks=lambda: [Zeroes()]
     ),
-    "skipping_nonfinite_of_unequal_batches": Program(
-        options={"on_nonfinite": "skip"}, callbacks=lambda: [Poison()], data=unequal_batches, is_alike=True
-    ),
     "keeping_gradients": Program(callbacks=lambda: [KeepsGradients(lambda gradient: gradient)], num_replayed=5),
-    "keeping_aliases_of_gradients": Program(
-        callbacks=lambda: [KeepsGradients(Tensor.detach)], num_replayed=5, is_alike=True
-    ),
     "keeping_gradients_alone": Program(
         callbacks=lambda: [KeepsGradients(Tensor.detach)], num_replayed=5, all_alone=True
     ),
@@ -533,21 +483,11 @@ PROGRAMS = {
     "checkpointed_dropout": Program(CheckpointedDropout, needs_gpu=True),
     "compiled": Program(Compiled, needs_gpu=True),
     "not_looking_for_nonfinite": Program(options={"on_nonfinite": None}),
-    "unequal_batches": Program(data=unequal_batches, is_alike=True),
     "giving_back": Program(gives_back=True, data=unequal_batches),
     "giving_back_sharded": Program(options={"shard_optimizer": True}, gives_back=True, data=unequal_batches),
-    "giving_back_accumulating": Program(
-        trainer={"accumulate_grad_batches": 3, "max_epochs": 5},
-        gives_back=True,
-        data=unequal_batches,
-        num_replayed=5,
-        is_alike=True,
-    ),
-    "heated": Program(callbacks=lambda: [Heating()]),
     "local_steps": Program(options={"local_steps": LocalSteps(3, "rank")}),
     "sharded": Program(options={"shard_optimizer": True}, trainer={"gradient_clip_val": 0.1}),
     "sharded_alone": Program(options={"shard_optimizer": True}, all_alone=True),
-    "weighted_by_rank": Program(options={"gradient_weight": weight_of_rank}, is_alike=True),
     "weighted_alone": Program(options={"gradient_weight": weight_of_rank}, all_alone=True),
     "sharded_parameters": Program(options={"shard_optimizer": "parameters"}),
     "sharded_accumulating": Program(
@@ -555,8 +495,6 @@ PROGRAMS = {
     ),
     "sharded_16-mixed": Program(options={"shard_optimizer": True}, trainer={"precision": "16-mixed"}, needs_gpu=True),
     "sharded_int8_wire": Program(options={"shard_optimizer": True, "reduce_dtype": "int8"}),
-    "monitored": Program(callbacks=lambda: [BucketDDPMonitor(every_n_steps=1, dirpath=tempfile.mkdtemp())]),
-    "accumulating_more": Program(callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2})], num_replayed=5),
     "stopped_early": Program(
         callbacks=lambda: [EarlyStopping("loss_epoch", mode="max", patience=1)], trainer={"max_epochs": 9}
     ),
@@ -564,26 +502,14 @@ PROGRAMS = {
         Factors, callbacks=lambda: [Changing()], trainer={"max_epochs": len(CHANGES) + 1, "limit_train_batches": 5}
     ),
     "learning_rate": Program(Rated, reason=f"reads `LightningAdam.param_groups` at {line_in(Rated)}"),
-    "scheduler": Program(Scheduled, reason=f"reads `StepLR.get_last_lr` at {line_in(Scheduled)}"),
-    "random_of_its_own": Program(OwnNumbers, reason="`training_step` changes `numbers`"),
     "number_of_batch": Program(Numbered, reason=f"uses the number of the batch at {line_in(Numbered)}"),
     "number_of_step": Program(Annealed, reason=f"reads `trainer.global_step` at {line_in(Annealed)}"),
-    "number_of_batches": Program(
-        ByLength,
-        trainer={"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3},
-        data=ShrinkingData,
-        reason=f"reads `trainer.num_training_batches` at {line_in(ByLength)}",
-    ),
-    "counting": Program(Counting, reason="`training_step` changes `num_calls`"),
+    "random_of_its_own": Program(OwnNumbers, reason="`training_step` changes `numbers`"),
     "metric": Program(Measuring, reason="metric"),
     "random_on_host": Program(Gambling, reason="draws random numbers on the CPU"),
     "item": Program(Looking, reason=f"waits for the device at {__file__}", needs_gpu=True),
     "synchronize": Program(Waiting, reason="capturing raised at ", needs_gpu=True),
     "hook_in_closure": Program(Hooked, reason="`Hooked.on_after_backward` runs within it"),
-    "hook_of_lambda": Program(
-        callbacks=lambda: [LambdaCallback(on_after_backward=lambda trainer, pl_module: None)],
-        reason="`LambdaCallback.on_after_backward` runs within it",
-    ),
     "parameter_elsewhere": Program(Elsewhere, reason="the optimizer has parameters that the module has not"),
     "own_zero_grad": Program(Zeroing, reason="`CountingSGD.zero_grad` may do more"),
     "unused": Program(Unused, reason="got no gradient", of_several_ranks=True),
