@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -135,45 +133,3 @@ def test_signal_waits_for_the_end_of_an_optimizers_step(tmp_path: Path) -> None:
     # Ended in the middle, the optimizer would have taken a step that the trainer has not counted.
     assert checkpoint["optimizer_states"][0]["state"][0]["step"] == checkpoint["global_step"] >= 4
     assert ended.exit_codes == [143, 143]
-
-
-def stop_at_random_moment(number: signal.Signals, targets: tuple[int, ...], delay_s: float, directory: Path) -> None:
-    """Send a signal to some ranks of a training that also validates and saves: it loses a step at most."""
-    directory.mkdir()
-    with doomed_ranks(fit, directory=directory, pause_s=0.01, val_check_interval=20, save_every=7) as ranks:
-        ranks.wait_for("training.json")
-        time.sleep(delay_s)
-        for rank in targets:
-            ranks.send(rank, number)
-        sent_at = time.time()
-        ended = ranks.wait()
-    assert ended.at - sent_at < SOON_S
-    told = f"{number!r} to {targets} after {delay_s}: {ended.exit_codes}\n{ended.output[0]}\n{ended.output[1]}"
-    assert 0 not in ended.exit_codes, told
-    assert {"seen0", "seen1"} <= ended.results.keys(), told
-    assert {ended.results[f"seen{rank}"]["type"] for rank in (0, 1)} == {SEEN_AS[number]}, told
-    saved_step = checkpoint_of(directory)["global_step"]
-    assert saved_step == ended.results["seen0"]["step"], told
-    completed = max(ended.results[f"progress{rank}"]["step"] for rank in (0, 1))
-    assert completed - saved_step <= 1, told
-
-
-@pytest.mark.parametrize("num_moments", [6, pytest.param(24, marks=pytest.mark.long)])
-def test_signals_at_random_moments(num_moments: int, tmp_path: Path) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")  # shown when it fails
-    chance = random.Random(seed)
-    # Two at once: the processes wait most of the time.
-    with ThreadPoolExecutor(2) as executor:
-        trials = [
-            executor.submit(
-                stop_at_random_moment,
-                chance.choice([signal.SIGTERM, signal.SIGINT]),
-                chance.choice([(0,), (1,), (0, 1)]),
-                chance.uniform(0, 0.6),
-                tmp_path / str(index),
-            )
-            for index in range(num_moments)
-        ]
-        for trial in trials:
-            trial.result()

@@ -34,11 +34,11 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.strategies.auto_resume import AutoResume, _reopen_csv, plain
+from lightning_bucketddp.strategies.auto_resume import AutoResume, plain
 from tests.data.test_epoch_position import Numbers
 from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.scripts.evaluations import ByParity
-from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer, workers_allowed
+from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer
 
 
 class Interrupted(Exception):
@@ -56,7 +56,6 @@ class Setting:
     saves_on_exception: bool = True
     checkpoints: dict[str, Any] = field(default_factory=dict)  # options of the `ModelCheckpoint` in the place of ours
     scores: Sequence[float] = ()  # what it logs as `score`, by step
-    plans: bool = False  # asks for the number of steps in `configure_optimizers`, which makes the loaders early
     accumulates: dict[int, int] = field(default_factory=dict)  # so many batches, from which epoch on
     stops: bool = False  # a hook ends the run after the first epoch
     is_manual: bool = False  # optimizes by itself
@@ -157,8 +156,6 @@ class Seeing(LightningModule):
         self.trainer.should_stop = self.setting.stops
 
     def configure_optimizers(self) -> Any:
-        if self.setting.plans:
-            assert self.trainer.estimated_stepping_batches > 0
         optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
         if self.setting.schedule is not None:
             falling = {"scheduler": ExponentialLR(optimizer, 0.5), "interval": self.setting.schedule}
@@ -171,8 +168,6 @@ class Seeing(LightningModule):
 
 def make_loader(setting: Setting) -> Any:
     data: Any = Numbers(setting.num_samples)
-    if setting.loader == "workers":
-        return DataLoader(data, batch_size=2, shuffle=True, num_workers=1)
     if setting.loader == "own batches":
         return DataLoader(data, batch_sampler=ByParity(range(len(data)), setting.batch_size, False))
     if setting.loader == "two":
@@ -230,7 +225,7 @@ def fit(
     validates = setting.has_plateau or "val_check_interval" in setting.trainer
     loaders = make_loader(setting), DataLoader(Numbers(4)) if validates else None
     logging.captureWarnings(True)
-    with lines_logged(rank_zero.log.name, "py.warnings", level=logging.INFO) as lines, workers_allowed():
+    with lines_logged(rank_zero.log.name, "py.warnings", level=logging.INFO) as lines:
         try:
             if setting.validates_first:
                 trainer.validate(module, DataLoader(Numbers(4)), verbose=False)
@@ -292,28 +287,16 @@ RESUMED = {
         Setting(schedule="step"),
         [Interruption(2, "optimizer_step"), Interruption(6, "optimizer_step")],
     ),
-    "schedule of epochs": (
-        Setting(schedule="epoch"),
-        [Interruption(2, "optimizer_step"), Interruption(6, "optimizer_step")],
-    ),
     "manual optimization": (Setting(is_manual=True), [Interruption(2, "optimizer_step"), Interruption(9)]),
     "validation": (
         Setting(trainer={"val_check_interval": 3}),
         [Interruption(3), Interruption(9, "optimizer_step")],
     ),
     "two loaders": (Setting("two"), [Interruption(6), Interruption(12)]),
-    "workers": (Setting("workers", plans=True), [Interruption(9)]),
-    "number of steps": (
-        Setting(trainer={"max_steps": 14}),
-        [Interruption(6, "on_train_batch_end"), Interruption(8), Interruption(10)],
-    ),
 }
 
 
-LONG = ("workers", "number of steps")
-
-
-@pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.long if it in LONG else ()) for it in RESUMED])
+@pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.sampled(5)
 def test_each_sample_is_trained_on_once_in_each_epoch(name: str, tmp_path: Path) -> None:
     setting, interruptions = RESUMED[name]
@@ -438,18 +421,6 @@ def test_a_fit_in_a_directory_of_its_own_is_known_whatever_the_program_fits_befo
     assert begun_at == [3]
     [begun_at, _] = run_on_ranks(fit_folds, directory=tmp_path, folds={"1": None, "2": None, "3": None})
     assert begun_at == [None, 5, None]
-
-
-def test_metrics_that_a_full_disk_left_empty_are_written_to(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, version=0)
-    path = Path(logger.log_dir) / "metrics.csv"
-    path.parent.mkdir(parents=True)
-    path.touch()
-    _reopen_csv(logger)
-    logger.log_metrics({"score": 1.0}, step=3)
-    logger.save()
-    assert sorted(path.read_text().splitlines()[0].split(",")) == ["score", "step"]
-    assert len(path.read_text().splitlines()) == 2
 
 
 def test_a_validation_before_the_fit_makes_no_other_run_of_it(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ import lightning_bucketddp
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
 from tests.strategies.test_equals_ddp import mask
 from tests.support.cases import for_each
-from tests.support.collectives import all_reduced
-from tests.support.ranks import on_ranks, raised_by, run_on_ranks
+from tests.support.ranks import on_ranks, raised_by
 from tests.support.scripts.fabrics import ROOTS, make_fabric
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
 
@@ -171,21 +170,6 @@ def test_both_roots_and_the_class_that_is_for_the_trainer_too_train_alike() -> N
         torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
-@on_ranks()
-@like_torchrun()
-def test_accumulation_reduces_each_bucket_once_per_step() -> None:
-    """Gradients accumulate over three backwards, twice."""
-    fabric = make_fabric(BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB))
-    with all_reduced() as reduced:
-        accumulate(fabric)
-    [reducer] = fabric.strategy.reducers.values()
-    reductions_by_bucket = [
-        sum(tensor.data_ptr() == bucket.wire.data_ptr() for tensor in reduced) for bucket in reducer.bucket_set.buckets
-    ]
-    assert len(reductions_by_bucket) > 1
-    assert set(reductions_by_bucket) == {2}
-
-
 def save_and_load(saved_by: Any, loaded_by: Any, path: Path) -> tuple[Weights, Weights]:
     """Save after a step, and load that with another strategy; return the weights of both after one more step."""
     trained = []
@@ -210,19 +194,6 @@ def test_a_loaded_checkpoint_trains_on(saved_by: str, loaded_by: str, tmp_path: 
     saved, loaded = save_and_load(saved_by, loaded_by, tmp_path / f"{saved_by}.ckpt")
     if dist.get_rank() == 0:  # torch DDP leaves the others the statistics of their last batch
         torch.testing.assert_close(saved, loaded, rtol=0, atol=0)
-
-
-@like_torchrun()
-def failure_to_save(*, path: Path) -> str:
-    return raised_by(lambda: make_fabric("bucketddp").save(path, {"step": 1}))
-
-
-def test_a_failure_to_save_is_raised_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    path = tmp_path / "file" / "model.ckpt"
-    rank_zero, rank_one = run_on_ranks(failure_to_save, path=path)
-    assert rank_zero.startswith(f"CheckpointWriteError: Could not write checkpoint `{path}`: Not a directory.")
-    assert rank_one == f"{rank_zero} (on rank 0)"
 
 
 @for_each("root", ROOTS)

@@ -194,14 +194,6 @@ def save_in_background(directory: Path, *, max_epochs: int) -> str:
     return raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
 
 
-@on_ranks()
-@like_torchrun()
-def test_checkpoints_are_written_in_the_background(tmp_path: Path) -> None:
-    assert save_in_background(tmp_path, max_epochs=2) == ""
-    dist.barrier()
-    assert [state_in(tmp_path / f"epoch={epoch}.ckpt")["global_step"] for epoch in range(2)] == [10, 20]
-
-
 # With one epoch nothing comes after the failure at which it could be raised, but the end.
 @pytest.mark.parametrize("max_epochs", [1, 2])
 @on_ranks()
