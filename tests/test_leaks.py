@@ -24,7 +24,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.support import leaks, warm
 from tests.support.cases import for_each
-from tests.support.forks import PROCESSES
 from tests.support.leaks import ProcessState
 
 REPOSITORY = Path(__file__).parents[1]
@@ -64,14 +63,6 @@ def leave_child(undo: ExitStack) -> None:
     undo.callback(child.kill)
 
 
-def leave_child_of_fork_server(undo: ExitStack) -> None:
-    is_over = PROCESSES.Event()
-    process = PROCESSES.Process(target=is_over.wait)
-    process.start()
-    undo.callback(process.join)
-    undo.callback(is_over.set)
-
-
 def leave_process_group(undo: ExitStack) -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     undo.callback(dist.destroy_process_group)
@@ -85,25 +76,15 @@ def leave_filter(undo: ExitStack) -> None:
 LEAKS: dict[str, Leak] = {
     "logger lightning_bucketddp:": change(lambda: LOGGER.level, LOGGER.setLevel, logging.ERROR),
     "logger lightning_bucketddp: ": leave_handler,
-    "logger disabled up to:": change(lambda: logging.NOTSET, logging.disable, logging.INFO),
     "warnings filters:": leave_filter,
     "variable LEFT:": lambda undo: undo.enter_context(patch.dict(os.environ, LEFT="1")),
     "thread 'left'": leave_thread,
     "child ": leave_child,
-    "child": leave_child_of_fork_server,
     f"signal {signal.SIGUSR1:d}:": change(
         lambda: signal.getsignal(signal.SIGUSR1), partial(signal.signal, signal.SIGUSR1), lambda *_: None
     ),
     "process groups open:": leave_process_group,
     "torch threads:": change(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1),
-    "torch dtype:": change(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    "torch device:": change(lambda: None, torch.set_default_device, "meta"),
-    "torch deterministic algorithms:": change(
-        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
-    ),
-    "torch precision of products:": change(
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
-    ),
     "random numbers numpy:": change(NUMPY_RANDOM.get_bit_generator, NUMPY_RANDOM.set_bit_generator, np.random.PCG64()),
 }
 

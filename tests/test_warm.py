@@ -105,7 +105,7 @@ def test_it_ends_as_the_script_does(code: str, status: int) -> None:
     assert subprocess.run([warm.python(), "-c", code], stderr=subprocess.DEVNULL).returncode == status
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_reaches_the_script_and_no_process_is_left(number: int) -> None:
     run_id = "12345678-" + warm.NO_RUN[9:]
     code = "import time\ntry:\n    print('begun', flush=True); time.sleep(100)\nfinally:\n    print('end')"
