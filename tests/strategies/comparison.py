@@ -26,7 +26,6 @@ class Program:
         strategy: options of ours.
         ddp: the name of the strategy that gives the right numbers.
         ddp_module: the module for it, if it needs another one.
-        has_one_start: all ranks make the module with the same random numbers; otherwise those of rank 0 count.
     """
 
     module: Callable[[], LightningModule] = models.Regression
@@ -36,7 +35,6 @@ class Program:
     ddp_module: Callable[[], LightningModule] | None = None
     data: Callable[[], Any] = models.loader
     validates: bool = False
-    has_one_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Trained:
 def train(
     program: Program, strategy: Any, make_module: Callable[[], LightningModule] | None = None, **of_fit: Any
 ) -> Trained:
-    torch.manual_seed(0 if program.has_one_start else dist.get_rank())
+    torch.manual_seed(dist.get_rank())
     module = (make_module or program.module)()
     trainer = make_trainer(strategy, **{"max_epochs": 1, "num_sanity_val_steps": 0, **program.trainer()})
     trainer.fit(module, program.data(), models.loader() if program.validates else None, **of_fit)
