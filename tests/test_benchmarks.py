@@ -121,7 +121,7 @@ def test_a_benchmark_prints_and_writes_all_variants(
     assert not plot or (tmp_path / "found.png").read_bytes().startswith(PNG)
     found = json.loads((tmp_path / "found.json").read_text())
     rows = {row for table in found["tables"] for row in table["rows"]}
-    assert name == "growth" or any("bucketddp" in row for row in rows)
+    assert rows
     assert not {"step_time", "step_time, trainer", "overlap"} & {name} or rows >= {ALONE.name, OURS, "ddp"}
     assert f"torch {torch.__version__}" in found["about"]
     printed = capsys.readouterr().out

@@ -50,7 +50,7 @@ def outcomes(**options: Any) -> list[str]:
 # --- Ranks that meet
 
 
-@pytest.mark.parametrize("late_s", [[0, 1], [1, 0]], ids=["rank_1_late", "rank_0_late"])
+@for_each("late_s", [[0, 1], [1, 0]])
 def test_a_rank_may_be_late(late_s: list[float]) -> None:
     assert outcomes(ranks=[0, 1], world_sizes=[2, 2], late_s=late_s) == [ALL_THERE] * 2
 
@@ -180,7 +180,7 @@ def test_an_address_where_nobody_listens_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"], ids=["silence", "garbage"])
+@for_each("answer", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"])
 def test_a_port_of_another_program_is_named(answer: bytes) -> None:
     with another_program(answer) as port:
         began = time.monotonic()

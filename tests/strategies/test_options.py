@@ -52,10 +52,9 @@ def launched_by(strategy: Any) -> str:
 # --- Names
 
 
-@pytest.mark.parametrize("suffix", ["", "_find_unused_parameters_false", "_find_unused_parameters_true"])
-@pytest.mark.parametrize("name", START_METHOD_OF)
-@pytest.mark.parametrize("root", ROOTS)
-@pytest.mark.sampled(16)
+@for_each("suffix", ["", "_find_unused_parameters_true"])
+@for_each("name", START_METHOD_OF)
+@for_each("root", ROOTS)
 def test_each_name_starts_processes_its_own_way(root: str, name: str, suffix: str) -> None:
     strategy = strategy_of(root, f"bucketddp{name}{suffix}")
     assert type(strategy) is strategy_class(root)
