@@ -129,7 +129,7 @@ NOT_RUN = {
     "pip install .": "needs the network; tests/test_install.py installs what was built",
     "pip install dist/": "needs the network; `make dist` does it",
     "make dist": "makes virtual environments; CI runs it",
-    "make demo": "makes a virtual environment; tests/test_install.py runs the same example",
+    "make demo": "makes a virtual environment; tests/test_examples.py runs the same example",
     "make test": "runs this test",
     "bucketddp doctor": "its exit status is about this machine; its own tests run it",
     "torchrun --nnodes 2": "needs two nodes",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,27 +236,3 @@ def test_a_crash_shows_the_frames_of_the_user_once_and_two_lines_of_another_rank
     # torchrun shows frames of its own.
     assert not re.search(r'File ".*-packages/(lightning|torch/(?!distributed/)).*", line', ended.output), ended.output
     assert "lightning_bucketddp/" not in ended.output
-
-
-def test_an_error_that_was_caught_changes_nothing_for_the_errors_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[BaseException] = []
-    monkeypatch.setattr(sys, "excepthook", before := lambda _, error, __: shown.append(error))
-
-    def fail() -> None:
-        torch.nn.Linear(1, 1)(torch.zeros(2))
-
-    for _ in range(2):  # one hook for any number of failures
-        with pytest.raises(RuntimeError, match="mat1 and mat2") as failed:
-            Guarded(fail, SimpleNamespace(restarts=None, end_run_by=lambda _: None))()
-    frames = traceback.extract_tb(failed.value.__traceback__)
-    sys.excepthook(RuntimeError, failed.value, failed.value.__traceback__)
-    names = [frame.name for frame in traceback.extract_tb(shown[0].__traceback__)]
-    # The test and its function, and behind it where torch has raised; not what is between them.
-    assert (len(frames) - len(names), names[:2], names[-1]) == (2, [frames[0].name, "fail"], "forward")
-    with pytest.raises(ValueError, match="of another library") as another:
-        raise ValueError("of another library")
-    before_it = another.value.__traceback__
-    sys.excepthook(ValueError, another.value, before_it)
-    assert shown[1].__traceback__ is before_it
-    Guarded(lambda: None, SimpleNamespace(restarts=None, end_run=lambda: None))()
-    assert sys.excepthook is before

@@ -5,13 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,25 +18,15 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_bucketddp.comm import connections
 from lightning_bucketddp.config import Timeouts
 from lightning_bucketddp.faults.heartbeat import Heartbeat, HeartbeatMonitor
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
-from tests.support.doomed_ranks import TIMEOUT_S, Ended, doomed_ranks
-from tests.support.forks import PROCESSES
+from tests.support.doomed_ranks import Ended, doomed_ranks
 from tests.support.host_faults import HostFault, kill, let_happen
-from tests.support.hosts import Host, hosts_on_a_switch
+from tests.support.hosts import hosts_on_a_switch
 from tests.support.scripts.faults import LINGERING_S, Fault, fit
 
-LISTEN = """
-import socket
-with socket.create_server(("", 5000), backlog=2) as server:
-    print("listens", flush=True)
-    ends = [server.accept()[0] for _ in range(2)]
-    print(ends[0].recv(1), flush=True)
-    input()
-"""
 # Far from the time-out of the groups, which is half an hour; the measured times are in benchmarks/results.
 SOON_S = 20
 
@@ -314,61 +301,3 @@ def test_a_rank_that_dies_alone_on_its_host_is_named_by_the_others(tmp_path: Pat
     assert "Rank 1 (process " in message
     assert "on host2) can no longer be reached: its connection broke; it was last heard of in" in message
     assert ended.exit_codes == [1, -signal.SIGKILL]
-
-
-def look_at_connections(host: Host, orders: Any) -> None:
-    """Make two connections, one with data on the way; report which hosts no longer answer when asked."""
-    host.enter()
-    connections.SILENT_AFTER_S = 1.5
-    connections._PROBE_AFTER_S = 1
-    speaks, keeps_silent = (socket.create_connection(("10.0.0.1", 5000)) for _ in range(2))
-    with speaks, keeps_silent:
-        of_this_process = connections.Connections(store_port=5000)
-        orders.send([of_this_process.addresses, of_this_process.store_host])
-        while (order := orders.recv()) != "end":
-            if order == "speak":
-                speaks.send(b"x" * 1000)
-            if order == "cut":
-                of_this_process.cut_to([])
-                orders.send([s.recv(1) for s in (speaks, keeps_silent)])
-            if order == "look":
-                of_this_process.check(every_s=0)
-                orders.send(sorted(of_this_process.silent_hosts))
-
-
-def test_a_host_is_silent_when_its_cable_is_pulled_and_not_when_its_process_is_stopped() -> None:
-    with hosts_on_a_switch(2) as network, ExitStack() as stack:
-        listener = stack.enter_context(
-            subprocess.Popen(
-                [*network.hosts[0].within, sys.executable, "-S", "-c", LISTEN],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-        )
-        stack.callback(listener.kill)
-        assert listener.stdout is not None
-        listener.stdout.readline()
-        here, there = PROCESSES.Pipe()
-        process = PROCESSES.Process(target=look_at_connections, args=(network.hosts[1], there))
-        process.start()
-        stack.callback(process.kill)
-        assert here.recv() == [["10.0.0.2"], "10.0.0.1"]
-        listener.send_signal(signal.SIGSTOP)
-        here.send("speak")
-        for _ in range(8):
-            time.sleep(0.25)
-            assert ask(here, "look") == []
-        network.pull_cable(0)
-        deadline = time.monotonic() + TIMEOUT_S
-        while ask(here, "look") == []:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert ask(here, "look") == ["10.0.0.1"]
-        assert ask(here, "cut") == [b"", b""]
-        here.send("end")
-        process.join()
-
-
-def ask(orders: Any, question: str) -> Any:
-    orders.send(question)
-    return orders.recv()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -60,20 +59,6 @@ def test_the_descriptor_is_given_back_and_hears_of_signals_meanwhile() -> None:
         signal.set_wakeup_fd(before)
         reader.close()
         writer.close()
-
-
-def test_the_descriptor_stays_open_until_the_main_thread_gives_it_back() -> None:
-    wakeup = SignalWakeup()
-    wakeup.install()
-    descriptor = current_descriptor()
-    thread = threading.Thread(target=wakeup.uninstall)
-    thread.start()
-    thread.join()
-    os.fstat(descriptor)  # it is nobody else's
-    with installed() as another:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert another.received() == [signal.SIGUSR1]
-    assert current_descriptor() == -1
 
 
 def test_signals_of_a_forked_child_are_not_those_of_its_parent() -> None:

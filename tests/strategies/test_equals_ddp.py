@@ -257,17 +257,6 @@ class Network(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-def adversarial(module: Any, batch: list[Tensor]) -> Tensor:
-    """Look for worse inputs, with more backwards on some ranks than on others."""
-    inputs = batch[0].clone().requires_grad_()
-    for _ in range(1 + module.global_rank * module.trainer.fit_loop.batch_idx):
-        module.loss([inputs, batch[1]]).backward()
-        assert inputs.grad is not None
-        inputs = (inputs + 0.1 * inputs.grad.sign()).detach().requires_grad_()
-    module.zero_grad()
-    return module.loss([inputs.detach(), batch[1]])
-
-
 def contrastive(module: Any, batch: list[Tensor]) -> Tensor:
     """Gather from all ranks in the middle of the network, with gradients; only some ranks use the head behind that."""
     hidden = module(batch[0])
@@ -302,66 +291,6 @@ class Renormalised(nn.BatchNorm1d):
         assert self.running_var is not None
         normalised = (inputs - self.running_mean.clone()) / (self.running_var.clone() + self.eps).sqrt()
         return normalised * self.weight + self.bias
-
-
-class Picture(Callback):
-    """Differentiates on rank 0 alone, for a picture of what the network looks at."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == 0:
-            was_training = pl_module.norm.training
-            pl_module.norm.eval()
-            torch.autograd.backward(pl_module(batch[0]).square().sum())
-            pl_module.norm.train(was_training)
-
-
-class Masks(Callback):
-    """Masks gradients by hooks that are registered when training has begun."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        for param in pl_module.parameters():
-            param.register_post_accumulate_grad_hook(mask)
-
-
-def mask(param: Tensor) -> None:
-    assert param.grad is not None
-    param.grad.mul_((torch.arange(param.numel()) % 2).view_as(param))
-
-
-class Talkative(Regression):
-    """Uses torch.distributed by itself: in a step, inside its backward, and between steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def on_fit_start(self) -> None:
-        self._group = dist.new_group()
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        total = batch[0].sum()
-        dist.all_reduce(total, group=self._group)
-        outputs = self.layers[1](self.layers[0](batch[0]))
-        outputs.register_hook(self._average)
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, {"rank": self.global_rank, "step": self.global_step})
-        self.seen.append((total.item(), gathered))
-        return F.mse_loss(self.layers[2](outputs), batch[1])
-
-    def _average(self, gradient: Tensor) -> Tensor:
-        """Average over the ranks in the middle of backward, when buckets may be on their way."""
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient / dist.get_world_size()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        dist.barrier()
-        told = [self.global_step if self.global_rank == 1 else None]
-        dist.broadcast_object_list(told, src=1)
-        self.seen.append(told)
-
-    def on_fit_end(self) -> None:
-        dist.destroy_process_group(self._group)
 
 
 # --- Loops of the Trainer
@@ -507,13 +436,9 @@ USER_CODE = {
     "idle_rank": Program(
         lambda: IdleRank(uses_parameters=False), ddp_module=lambda: IdleRank(uses_parameters=True), ddp=UNUSED
     ),
-    "picture_while_accumulating": Program(Network, lambda: {"callbacks": Picture(), "accumulate_grad_batches": 2}),
-    "adversarial": Program(lambda: Network(adversarial)),
     "contrastive": Program(lambda: Network(contrastive), ddp=UNUSED),
-    "masks_while_accumulating": Program(Network, lambda: {"callbacks": Masks(), "accumulate_grad_batches": 2}),
     "renormalised": Program(lambda: Network(norm=Renormalised(8))),
     "frozen_late": Program(FrozenLate, ddp=UNUSED),
-    "talkative": Program(Talkative),
 }
 LOOPS = {
     "overfit_batches": loops(overfit_batches=3),

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import lightning_bucketddp
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
-from tests.strategies.test_equals_ddp import mask
 from tests.support.cases import for_each
 from tests.support.ranks import on_ranks, raised_by
 from tests.support.scripts.fabrics import ROOTS, make_fabric
@@ -56,20 +55,6 @@ def train(fabric: Any, module: nn.Module | None = None) -> Weights:
     module, optimizer = set_up(fabric, module)
     for step in range(NUM_STEPS):
         take_step(fabric, module, optimizer, loss_of(module, step))
-    return weights_of(module)
-
-
-def accumulate(fabric: Any, **limit: float) -> Weights:
-    module, optimizer = set_up(fabric)
-    for step in range(NUM_STEPS):
-        is_last = step % 3 == 2
-        with fabric.no_backward_sync(module, enabled=not is_last):
-            fabric.backward(loss_of(module, step))
-        if is_last:
-            if limit:
-                fabric.clip_gradients(module, optimizer, **limit)
-            optimizer.step()
-            optimizer.zero_grad()
     return weights_of(module)
 
 
@@ -133,18 +118,7 @@ def compiled(fabric: Any) -> Weights:
     return weights_of(module)
 
 
-def hooks_after_set_up(fabric: Any) -> Weights:
-    module, optimizer = set_up(fabric)
-    for param in module.parameters():
-        param.register_post_accumulate_grad_hook(mask)
-    take_step(fabric, module, optimizer, loss_of(module, 0))
-    return weights_of(module)
-
-
 LOOPS: dict[str, Callable[[Any], Weights]] = {
-    "hooks_after_set_up": hooks_after_set_up,
-    "no_backward_sync": accumulate,
-    "clip_norm": lambda fabric: accumulate(fabric, max_norm=0.1),
     "two_modules": two_modules,
     "buffer_between_steps": buffer_between_steps,
     "compiled": compiled,

@@ -410,7 +410,7 @@ def test_a_checkpoint_resumes_with_and_without_sharding_on_any_number_of_ranks(
 
 @pytest.mark.parametrize(
     ("loop", "shard"),
-    [("no_backward_sync", True), ("clip_norm", True), ("two_modules", "parameters"), ("idle_rank", True)],
+    [("two_modules", "parameters"), ("idle_rank", True)],
 )
 @on_ranks()
 @like_torchrun()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,20 +257,3 @@ def test_a_run_resumed_within_an_epoch_equals_ddp(tmp_path: Path) -> None:
         trained.append(train(program, strategy, ckpt_path=tmp_path / strategy / "step=6.ckpt"))
     assert_equal(*trained)
     assert len(trained[0].seen[0]) == 2 * (4 + 10)
-
-
-@on_ranks()
-@like_torchrun()
-def test_fits_leave_no_threads_behind() -> None:
-    """Threads that are about to end are waited for: as many as the second fit has left."""
-    counts: list[int] = []
-    for _ in range(4):
-        trainer = make_trainer("bucketddp", max_steps=2, sync_batchnorm=True)
-        trainer.fit(models.ConvBatchNorm(), models.loader())
-        del trainer
-        gc.collect()
-        deadline = time.monotonic() + 30
-        while len(counts) > 1 and len(os.listdir("/proc/self/task")) > counts[1] and time.monotonic() < deadline:
-            time.sleep(0.05)
-        counts.append(len(os.listdir("/proc/self/task")))
-    assert counts[-1] <= counts[1]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from benchmarks.ports import own_port
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
@@ -26,21 +26,6 @@ from tests.support.scripts import models
 from tests.support.scripts.checkpoints import ADVICE, Saves, Scheduled, assert_same_state, full_disk, state_in
 from tests.support.scripts.hooks import HOOKS
 from tests.support.scripts.trainers import like_torchrun, make_trainer
-
-
-class RecordingCheckpointIO(TorchCheckpointIO):
-    """A user's own plugin."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        self.calls.append(f"save {Path(path).name}")
-        super().save_checkpoint(checkpoint, path, storage_options)
-
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self.calls.append(f"load {Path(path).name}")
-        return super().load_checkpoint(path, *args, **kwargs)
 
 
 @like_torchrun()
@@ -170,17 +155,6 @@ def test_a_rank_that_saves_alone_is_told_to_save_on_all(where: str, tmp_path: Pa
     of_rank_one = "Rank 1 is stopping because another rank failed first.\n[rank1]: Rank 0 "
     assert (of_rank_one in ended.output) == (where != "after")
     assert not (tmp_path / "alone.ckpt").exists()
-
-
-@on_ranks()
-@like_torchrun()
-def test_a_plugin_of_the_user_writes_and_reads(tmp_path: Path) -> None:
-    plugin, path = RecordingCheckpointIO(), tmp_path / "model.ckpt"
-    trainer = make_trainer("bucketddp", max_epochs=1, plugins=plugin)
-    trainer.fit(Scheduled(), models.loader())
-    trainer.save_checkpoint(path)
-    trainer.fit(Scheduled(), models.loader(), ckpt_path=path)
-    assert plugin.calls == [*(["save model.ckpt"] * trainer.is_global_zero), "load model.ckpt"]
 
 
 def save_in_background(directory: Path, *, max_epochs: int) -> str:

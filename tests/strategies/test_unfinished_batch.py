@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.strategies.auto_resume import AutoResume
-from lightning_bucketddp.strategies.parts import UnfinishedBatch
 from tests.support.ranks import on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
@@ -114,25 +112,3 @@ def test_micro_batches_before_a_checkpoint_that_are_repeated_are_counted_once(av
     assert torch.load(path, weights_only=True)["bucketddp"]["position"]["num_batches"] == 3
     differing = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, resumed[name])]
     assert differing == []
-
-
-def unfinished_batch(module: nn.Module) -> UnfinishedBatch:
-    progress = SimpleNamespace(current=SimpleNamespace(ready=1, completed=0))
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
-    trainer: Any = SimpleNamespace(fit_loop=loop, lightning_module=SimpleNamespace(automatic_optimization=True))
-    position: Any = SimpleNamespace(num_batches_trained=lambda: None)
-    return UnfinishedBatch(trainer, module, position, device=None)
-
-
-def test_micro_batches_that_lightning_counts_as_done_stay() -> None:
-    module = nn.BatchNorm1d(2)
-    batch = unfinished_batch(module)
-    for number in (1, 2):
-        batch.begin_batch(number)
-        batch.before_forward()
-        module(torch.randn(4, 2))
-    batch.is_interrupted = True
-    checkpoint = {"state_dict": module.state_dict()}
-    batch.undo_in(checkpoint)
-    assert checkpoint["state_dict"]["num_batches_tracked"] == 1
-    assert module.num_batches_tracked == 2
