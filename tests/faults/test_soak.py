@@ -22,11 +22,9 @@ from tests.soak.round import (
     WEIGHTS,
     WORDS,
     Arena,
-    Effect,
     Outcome,
     run_round,
 )
-from tests.soak.tally import Tally
 from tests.soak.trial import FAULTS_OF, LAUNCHERS, Fault, Trial
 from tests.support.scripts.soaked import SAMPLES_PER_STEP, STEPS_PER_EPOCH
 
@@ -164,22 +162,3 @@ def test_seeds_draw_the_same_and_all_there_is() -> None:
     drawn = {(one.launcher, fault.what) for one in trials for fault in one.faults}
     assert drawn == {(launcher, fault) for launcher in LAUNCHERS for fault in FAULTS_OF[launcher]}
     assert {fault.target for one in trials for fault in one.faults} == {0, 1, "all", "ranks", "launcher", "newest"}
-
-
-def test_what_went_wrong_is_counted_and_can_be_repeated() -> None:
-    tally = Tally(lambda outcome: f"repeat {outcome.trial.seed}")
-    well, wrong = [
-        Outcome(one, effects=[Effect(one.faults[0], seconds, steps_lost=1)])
-        for one, seconds in ((trial(seed=7), 2.0), (trial(seed=8), 4.0))
-    ]
-    wrong.find(LOSS, "two steps")
-    assert "loss: two steps" in tally.add(wrong)
-    assert "loss" not in tally.add(well)
-    summary = tally.summary()
-    assert "2 rounds with 2 faults; 0 came too late." in summary
-    assert "| `sigterm` | end of all | 2 | 3.0 | 4.0 | 1 | 1 |" in summary
-    assert "* 8: loss: two steps (`repeat 8`)" in summary
-    assert "repeat 7" not in summary
-    document = tally.document("On a machine.")
-    assert summary in document
-    assert document.index("| 7 | script |") < document.index("| 8 | script |")  # by seed

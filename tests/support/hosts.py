@@ -16,9 +16,9 @@ __all__ = ["PACKAGE_OF", "Host", "Network", "held", "hosts_on_a_switch", "two_ho
 T = TypeVar("T")
 
 
-def two_hosts(*, rate: str | None = None) -> AbstractContextManager[tuple[Host, Host]]:
-    """Two hosts that reach each other, and nothing else, at no more than `rate`."""
-    return _or_skip(hosts.two_hosts(rate=rate))
+def two_hosts() -> AbstractContextManager[tuple[Host, Host]]:
+    """Two hosts that reach each other, and nothing else."""
+    return _or_skip(hosts.two_hosts())
 
 
 def hosts_on_a_switch(num_hosts: int) -> AbstractContextManager[Network]:
