@@ -35,11 +35,9 @@ from benchmarks import (
 )
 from benchmarks.fits import OpenFits
 from benchmarks.loop import LoopSettings
-from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, build
 from benchmarks.own_processes import OwnProcesses, without_failed
 from benchmarks.peaks import Peaks
 from benchmarks.quality_results import Result, load, markdown
-from benchmarks.quality_tasks import TASKS
 from benchmarks.quality_training import DDP, PLAIN, Run, Trained, local, train
 from benchmarks.ranks import Place, RankFailed, Ranks
 from benchmarks.report import table_of
@@ -259,15 +257,6 @@ def test_a_hook_reduces_gradients_of_both(hook: str, error: float) -> None:
             attached.reducer.close()
 
 
-def test_shapes_are_those_of_the_models() -> None:
-    with torch.device("meta"):
-        assert sorted(_gpt2_sizes()) == sorted(param.numel() for param in _GPT2().parameters())
-    # torchvision is not on every machine; these are its numbers.
-    assert (len(_resnet50_sizes()), sum(_resnet50_sizes())) == (161, 25_557_032)
-    small = build("gpt2_shapes", torch.device("cpu"))
-    assert max(param.numel() for param in small.model.parameters()) == 50257 * 768 // SHRUNK_BY
-
-
 def results(scores: dict[tuple[str, int], list[float]], task: str = "digits") -> list[Result]:
     """Results of trainings by variant and number of ranks, a score for each seed."""
     return [
@@ -301,17 +290,6 @@ def test_what_is_in_the_file_is_not_trained_again(tmp_path: Path, capsys: Captur
     assert quality.main([*command, "--seeds=2"]) == 0  # nothing is left
     assert quality.main([*command, "--seeds=3", "--seconds=0"]) == 1  # something is, and no time
     assert len(load(file)) == len(found)
-
-
-def test_results_of_other_data_are_not_gone_on_with(tmp_path: Path) -> None:
-    file = tmp_path / "found.jsonl"
-    [result] = results({(PLAIN, 2): [0.8]}, "chars")
-    command = ["--tasks=chars", "--ranks", "2", "--variants", PLAIN, "--seeds=1", "--json", str(file)]
-    file.write_text(replace(result, data=TASKS["chars"].data().digest).to_json() + "\n")
-    assert quality.main(command) == 0
-    file.write_text(replace(result, data=1).to_json() + "\n")
-    with pytest.raises(SystemExit, match="results of `chars`, whose data have changed since"):
-        quality.main(command)
 
 
 def test_a_mean_is_compared_with_the_range_of_the_seeds() -> None:

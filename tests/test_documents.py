@@ -26,13 +26,7 @@ from tests.support.scripts.document import READER, SHORT_RUNS, run_page, train_b
 
 @dataclass(frozen=True)
 class Block:
-    """What stands between two fences.
-
-    Attributes:
-        line: how many lines of the page come before the text.
-        kind: what is written behind the first fence; "indented" for code without fences.
-        text: what it says.
-    """
+    """What stands between two fences, so many lines of the page below its top; or "indented" code without fences."""
 
     line: int
     kind: str
@@ -308,23 +302,6 @@ def test_a_command_that_names_what_does_not_exist_is_noticed() -> None:
     assert missing_in("python -m benchmarks.step_tim", REPOSITORY) == ["benchmarks.step_tim"]
     assert missing_in("python -m benchmarks.step_time --modle mlp", REPOSITORY) == ["--modle"]
     assert missing_in("cd cli; python train.py fit --config other.yaml", REPOSITORY / "examples") == ["other.yaml"]
-
-
-def test_blocks_are_found_and_told_apart(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# Title\n\n```python\n# train.py\nx = 1\n```\n\n* a list\n\n  ```console\n  $ make it  # now\n  made\n  ```\n"
-        "\n```\nplain\n```\n\n    indented\n"
-    )
-    blocks = blocks_of(page)
-    assert [(block.line, block.kind) for block in blocks] == [
-        (3, "python"),
-        (10, "console"),
-        (15, "no kind"),
-        (18, "indented"),
-    ]
-    assert blocks[0].file_name == "train.py"
-    assert blocks[1].commands == ["make it"]
 
 
 def rows(text: str) -> list[list[str]]:

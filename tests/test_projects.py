@@ -58,23 +58,11 @@ def test_one_bit_of_one_rank_is_noticed(rank: int, name: str, tmp_path: Path) ->
     assert not Outcome(2, len(ranks[0]), same, same, []).is_good
 
 
-def test_what_only_one_of_them_has_differs(tmp_path: Path) -> None:
-    fewer, whole = trained(), trained()
-    del fewer["weights.0.bias"]
-    found = difference(written(tmp_path / "one", [whole, whole]), written(tmp_path / "other", [whole, fewer]))
-    assert found.largest_by_name == {"weights.0.bias": float("inf")}
-
-
 def test_a_rank_that_differs_from_rank_zero_is_noticed(tmp_path: Path) -> None:
     drifted = trained()
     drifted["weights.0.bias"] += 1
     training = written(tmp_path / "one", [trained(), drifted])
     assert difference(reference(training), training).names == ["0.bias"]
-
-
-def test_a_training_on_one_rank_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="2 steps on 1 ranks are no training on 2"):
-        written(tmp_path / "one", [trained(), trained()], num_ranks=1)
 
 
 def test_the_page_shows_the_table_of_the_result_file() -> None:

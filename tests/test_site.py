@@ -27,10 +27,6 @@ const tags = document.querySelectorAll("script[src], link[rel=stylesheet], img")
 const loads = performance.getEntriesByType("resource").map(({ name }) => name);
 return [...[...tags].map((tag) => tag.src || tag.href), ...loads];
 """
-# How wide each table is, and may be.
-_TABLES = """
-return [...document.querySelectorAll("table")].map((table) => [table.scrollWidth, table.parentElement.clientWidth]);
-"""
 # The signature and the text of everything that the page of the API describes, by name.
 _API = """
 return Object.fromEntries([...document.querySelectorAll("dt.sig[id]")].map(
@@ -83,14 +79,6 @@ def test_no_code_is_cut_off(site: Path, driver: Chrome, width: int) -> None:
         cut[str(page.relative_to(site))] = max(driver.execute_script(_CUT))
     assert len(cut) > 10
     assert {name: pixels for name, pixels in cut.items() if pixels > 0} == {}
-
-
-def test_tables_of_the_readme_fit_on_a_phone(site: Path, driver: Chrome) -> None:
-    driver.set_window_size(500, 1000)
-    driver.get((site / "README.html").as_uri())
-    widths = driver.execute_script(_TABLES)
-    assert len(widths) >= 3
-    assert [table for table, page in widths if table > page] == []
 
 
 def test_the_api_shows_every_public_name(site: Path, driver: Chrome) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import median
 
-from tests.soak.round import LEFTOVER, Effect, Outcome
+from tests.soak.round import Effect, Outcome
 
 
 class Tally:
@@ -45,18 +45,8 @@ class Tally:
         return "\n".join([counts, "", *self._by_fault(), "", "## What was wrong\n", *(wrong or ["Nothing."]), ""])
 
     def document(self, about: str) -> str:
-        """Return the text of the result file: the summary, and all rounds in the order of their seeds."""
-        head = "| seed | launcher | fault | whom, when | s | until | steps lost | replicas equal | left behind |"
-        rows = [head, "|---|---|---|---|---|---|---|---|---|"]
-        for outcome, effect in self.effects:
-            what, rest = effect.fault.describe()[:23].strip(), " ".join(effect.fault.describe()[23:].split())
-            equal = {None: "not started again", True: "yes", False: "NO"}[outcome.are_replicas_equal]
-            left = "; ".join(one.what for one in outcome.findings if one.kind == LEFTOVER) or "nothing"
-            rows.append(
-                f"| {outcome.trial.seed} | {outcome.trial.launcher} | `{what}` | {rest} | {effect.seconds:.1f} |"
-                f" {_until(effect)} | {effect.steps_lost} | {equal} | {left} |"
-            )
-        return "\n".join([f"# Faults of a soak\n\n{about}\n", self.summary(), "## All faults\n", *rows, ""])
+        """Return the text of the result file."""
+        return f"# Faults of a soak\n\n{about}\n\n{self.summary()}"
 
     def _by_fault(self) -> list[str]:
         rows = ["| fault | seconds until | number | median s | max s | max steps lost | rounds that went wrong |"]

@@ -1,22 +1,16 @@
-"""Questions to the strategy, loggers and backends: as with `ddp`, on two processes; and a strategy alone."""
+"""Questions to the strategy, and backends: as with `ddp`, on two processes."""
 
 from __future__ import annotations
 
 import os
-from importlib import import_module
-from multiprocessing import spawn
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from benchmarks.ports import own_port
-from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
-from tests.support import warm
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.scripts.models import Regression, loader
 from tests.support.scripts.trainers import like_torchrun, make_trainer
@@ -98,53 +92,3 @@ def test_a_process_group_backend_of_the_user_is_used() -> None:
         assert rank["BucketDDPStrategy"] == rank["DDPStrategy"]
     for backends, _ in (rank["BucketDDPStrategy"] for rank in in_use["cpu:gloo"]):
         assert backends == "cpu:gloo"
-
-
-# --- A strategy without a Trainer or Fabric
-
-
-def make_strategy(root: str, environment: str, **options: Any) -> Any:
-    """A strategy for two processes on the CPU, in one of Lightning's cluster environments."""
-    fabric = "lightning.fabric" if root.startswith("lightning.") else "lightning_fabric"
-    return strategy_class(root)(
-        accelerator=import_module(f"{root}.accelerators").CPUAccelerator(),
-        parallel_devices=[torch.device("cpu")] * 2,
-        cluster_environment=getattr(import_module(f"{fabric}.plugins.environments"), environment)(),
-        **options,
-    )
-
-
-def talk(strategy: Any) -> dict[str, Any]:
-    """Set up the environment of `strategy` and return what its collectives do."""
-    strategy.setup_environment()
-    rank = strategy.global_rank
-    reduce = strategy.reduce if hasattr(strategy, "reduce") else strategy.all_reduce
-    mine = torch.ones(2, requires_grad=True)
-    gathered = strategy.all_gather(mine, sync_grads=True)
-    (gathered * rank).sum().backward()
-    assert mine.grad is not None
-    strategy.barrier()
-    return {
-        "sum": reduce(torch.tensor([1.0 + rank]), reduce_op="sum").tolist(),
-        "mean": reduce(torch.tensor([1.0 + rank])).tolist(),
-        "gathered": gathered.tolist(),
-        "gradient": mine.grad.tolist(),
-        "broadcast": strategy.broadcast({"from": rank}, src=1),
-    }
-
-
-ANSWERS = {
-    "sum": [3.0],
-    "mean": [1.5],
-    "gathered": [[1.0, 1.0], [1.0, 1.0]],
-    "gradient": [1.0, 1.0],
-    "broadcast": {"from": 1},
-}
-
-
-def test_lightnings_own_launcher_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", "")  # set to something first, so that what Lightning sets is undone
-    monkeypatch.delenv("MASTER_PORT")
-    monkeypatch.setattr(spawn, "_python_exe", os.fsencode(warm.python()))
-    strategy = make_strategy("lightning.pytorch", "LightningEnvironment", start_method="spawn")
-    assert _MultiProcessingLauncher(strategy=strategy).launch(talk, strategy) == ANSWERS

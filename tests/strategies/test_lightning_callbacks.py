@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from tests.strategies.comparison import Program, train
 from tests.support.cases import for_each
-from tests.support.ranks import on_ranks, raised_by
+from tests.support.ranks import on_ranks
 from tests.support.scripts.models import Regression, loader
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
@@ -83,16 +82,3 @@ def test_the_learning_rate_that_is_found_equals_ddp(by_callback: bool, tmp_path:
         outcomes.append((module.lr, _weights(module), trainer.global_step))
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][0] != 0.05
-
-
-@for_each("by_callback", [True, False])
-@on_ranks()
-@like_torchrun()
-def test_looking_for_a_batch_size_is_refused_as_with_ddp(by_callback: bool) -> None:
-    errors = []
-    for strategy in STRATEGIES:
-        trainer = make_trainer(strategy, max_epochs=1, callbacks=callbacks.BatchSizeFinder() if by_callback else None)
-        find = partial(trainer.fit, Tunable()) if by_callback else partial(Tuner(trainer).scale_batch_size, Tunable())
-        errors.append(raised_by(find))
-    assert errors[0] == errors[1]
-    assert "not supported with distributed strategies" in errors[0]

@@ -233,37 +233,6 @@ def test_training_equals_that_without_sharding(name: str, shard: ShardOption) ->
 # --- Failures
 
 
-class Raising(Wide):
-    """Does what `what` says after a backward."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self._what = what
-
-    def on_after_backward(self) -> None:
-        if self._what == "gradient is read":
-            self.layers[0].weight.grad.mean()
-        elif self._what == "module fails":
-            raise RuntimeError("of the module itself")
-
-
-@for_each(
-    ("what", "text"),
-    [
-        ("gradient is read", "`mean` reads the gradient of `layers.0.weight`, of which rank {rank} of 2 has"),
-        ("module fails", "of the module itself"),
-    ],
-)
-@on_ranks()
-@like_torchrun()
-def test_what_fails_is_told_on_every_rank_and_leaves_no_gradient_in_the_module(what: str, text: str) -> None:
-    module = Raising(what)
-    trainer = make_trainer(BucketDDPStrategy(shard_optimizer=True), max_epochs=1)
-    error = raised_by(lambda: trainer.fit(module, models.loader()))
-    assert text.format(rank=dist.get_rank()) in error
-    assert [param.grad for param in module.parameters()] == [None] * 4
-
-
 @for_each("on_nonfinite", ["skip", "raise"])
 @on_ranks()
 @like_torchrun()

@@ -22,7 +22,7 @@ from tests.strategies.comparison import Program, assert_equal, train
 from tests.strategies.test_equals_ddp import Watching
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
-from tests.support.ranks import on_ranks, raised_by, run_on_ranks
+from tests.support.ranks import on_ranks, raised_by
 from tests.support.scripts import models
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
 
@@ -55,21 +55,6 @@ def test_accumulation_reduces_each_bucket_once_per_step(
     assert set(by_bucket) == {steps}
     assert strategy.reducer is not None
     assert strategy.reducer.stats.num_reductions == sum(by_bucket)
-
-
-@like_torchrun()
-def fit_with_sync_batchnorm() -> dict[str, Any]:
-    """Train on the same samples per step whatever the number of ranks."""
-    torch.manual_seed(dist.get_rank())
-    module = models.ConvBatchNorm()
-    observer = _ClassOfBatchNorm()
-    trainer = make_trainer("bucketddp", max_epochs=2, precision="64-true", sync_batchnorm=True, callbacks=observer)
-    trainer.fit(module, models.loader(batch_size=8 // dist.get_world_size()))
-    return {
-        "during": observer.seen,
-        "after": type(module.layers[2]).__name__,
-        "weights": dict(module.state_dict()),
-    }
 
 
 class _ClassOfBatchNorm(Callback):
@@ -203,13 +188,13 @@ def test_each_stage_equals_ddp(stages: list[str]) -> None:
     torch.testing.assert_close(outcomes[0], outcomes[1], rtol=0, atol=0)
 
 
-def test_sync_batchnorm_trains_like_one_process_and_is_reverted() -> None:
-    ranks = run_on_ranks(fit_with_sync_batchnorm)
-    [alone] = run_on_ranks(fit_with_sync_batchnorm, world_size=1)
-    for rank in ranks:
-        assert (rank["during"], rank["after"]) == ("SyncedBatchNorm2d", "BatchNorm2d")
-        torch.testing.assert_close(rank["weights"], alone["weights"])
-        torch.testing.assert_close(rank["weights"], ranks[0]["weights"], rtol=0, atol=0)
+@on_ranks()
+@like_torchrun()
+def test_batchnorm_is_synchronized_during_a_fit_and_reverted() -> None:
+    """That it trains like one process: tests/replicas."""
+    module, observer = models.ConvBatchNorm(), _ClassOfBatchNorm()
+    make_trainer("bucketddp", max_epochs=1, sync_batchnorm=True, callbacks=observer).fit(module, models.loader())
+    assert (observer.seen, type(module.layers[2])) == ("SyncedBatchNorm2d", nn.BatchNorm2d)
 
 
 @on_ranks()

@@ -33,19 +33,12 @@ TIMEOUT_S = 200
 
 @dataclass(frozen=True)
 class Ended:
-    """Ranks that have ended.
-
-    Attributes:
-        exit_codes: by rank; negative for a signal.
-        output: what each has printed.
-        results: what they have written into `*.json` files, by name.
-        at: when the last of them was gone.
-    """
+    """Ranks that have ended, what each has printed, and what they have written into `*.json` files, by name."""
 
     exit_codes: list[int]
     output: list[str]
     results: dict[str, Any]
-    at: float
+    at: float  # when the last of them was gone
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,8 @@
 
 RESULTS=directory python goes_on.py '{"start_method": "popen", "faults": [{"what": "kill", "rank": 1, "step": 3}]}'
 
-What is in the command makes a run: its number of ranks is in RANKS, if another number shall go on with it.
-
-Faults come one after the other, each once, when its rank begins the step: `kill`, `raise` or the name of an exception,
-`stuck` (in Python), `exit`, `validation` (an exception there), `await` (of a rank that knocks), `SIGINT` or `SIGTERM`
-(an exception, and the signal in the pause of 2 s before a restart), `interrupt` or `requeue` (the signal alone); rank
-None means every rank. A fault that has a `fit` comes in that one of several.
+Faults come one after the other, each once, when its rank begins the step (rank None: every rank); see `meet`. A fault
+that has a `fit` comes in that one of several.
 """
 
 from __future__ import annotations

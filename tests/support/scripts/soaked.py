@@ -1,10 +1,6 @@
-"""Trains as a user's script does, with checkpoints, and has the accidents that it is told of.
+"""Trains as a user's script does, with checkpoints, and has the accidents that it is told of, one more in each start.
 
 python soaked.py '{"directory": "/tmp/run", "faults": [{"what": "raise", "rank": 1, "step": 7}], ...}'
-
-Each start meets one accident more than the one before. With `"resume": "auto"` a sample gives the data of a step, so
-that one that is seen twice or left out shows in the weights; with "last", where Lightning begins an epoch's data
-again, the number of the step does.
 """
 
 from __future__ import annotations
