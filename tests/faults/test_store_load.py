@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_bucketddp.faults.failure import Kind
+from lightning_bucketddp.faults.failure import Failure, Kind
 from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
 from tests.support.cases import for_each
 
 
@@ -88,6 +90,36 @@ def test_all_ranks_together_ask_no_more_than_the_store_can_answer(world_size: in
     with closing(SideChannel(HashStore(), name="run", rank=0, world_size=world_size)) as channel:
         assert world_size / channel.interval(0.2) <= 2000
         assert channel.interval(0.2) == 0.2 or world_size > 400
+
+
+def watchdog_of(channel: SideChannel, ticked: threading.Semaphore) -> Watchdog:
+    def tick() -> tuple[int, ...]:
+        ticked.release()
+        return ()
+
+    actions = WatchdogActions(
+        cut=lambda: None,
+        interrupt=lambda: None,
+        signals_received=tick,
+        exit_status_of=lambda _: None,
+        launcher_pid=None,
+        claim_file=lambda _: False,
+    )
+    progress = Progress(waiting_in=(__file__,))
+    return Watchdog(HeartbeatMonitor(channel, progress, warn_after_s=600, timeout_s=1800), actions)
+
+
+def test_a_rank_that_does_not_listen_blames_whom_others_blame() -> None:
+    ticked = threading.Semaphore(0)
+    channel = SideChannel(HashStore(), name="run", rank=0, world_size=2)
+    watchdog = watchdog_of(channel, ticked)
+    watchdog.start()
+    ticked.acquire()
+    watchdog.monitor.wait.listens = False
+    blamed = Failure(rank=1, kind=Kind.STALLED, what="it no longer answers")
+    threading.Timer(0.3, channel.report, [blamed]).start()
+    assert watchdog.end_by(RuntimeError("gloo: timed out")) == blamed
+    watchdog.stop()
 
 
 def test_few_of_the_ranks_that_wait_listen_to_all_before_a_time_out(

@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.strategies.auto_resume import AutoResume, plain
+from lightning_bucketddp.strategies.auto_resume import AutoResume, _reopen_csv, plain
 from tests.data.test_epoch_position import Numbers
 from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.scripts.evaluations import ByParity
@@ -421,6 +421,18 @@ def test_a_fit_in_a_directory_of_its_own_is_known_whatever_the_program_fits_befo
     assert begun_at == [3]
     [begun_at, _] = run_on_ranks(fit_folds, directory=tmp_path, folds={"1": None, "2": None, "3": None})
     assert begun_at == [None, 5, None]
+
+
+def test_metrics_that_a_full_disk_left_empty_are_written_to(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, version=0)
+    path = Path(logger.log_dir) / "metrics.csv"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    _reopen_csv(logger)
+    logger.log_metrics({"score": 1.0}, step=3)
+    logger.save()
+    assert sorted(path.read_text().splitlines()[0].split(",")) == ["score", "step"]
+    assert len(path.read_text().splitlines()) == 2
 
 
 def test_a_validation_before_the_fit_makes_no_other_run_of_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_bucketddp import cli
+from lightning_bucketddp import __version__, cli
 from lightning_bucketddp.commands import UsageError, trimmed_console
 from tests.support.programs import run_code
 
@@ -54,6 +54,7 @@ def test_help_and_version_do_not_wait_for_torch() -> None:
                 print("status", end.code, "torch" in sys.modules, "rich" in sys.modules)
     """)
     assert printed.count("status 0 False False") == 3
+    assert f"lightning-bucketddp {__version__}\n" in printed
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -87,11 +88,17 @@ def test_an_error_of_the_user_is_one_line_and_an_interruption_none(
     assert capsys.readouterr() == ("", told)
 
 
+def test_an_error_of_ours_is_not_hidden(doctor: SimpleNamespace) -> None:
+    doctor.run = raising(ValueError("a bug"))
+    with pytest.raises(ValueError, match="a bug"):
+        call(["doctor"])
+
+
 def test_a_reader_that_has_enough_is_no_error() -> None:
     code = """if True:
         import sys
         from types import SimpleNamespace
-        from lightning_bucketddp import cli
+        from lightning_bucketddp import __version__, cli
         def run(arguments):
             for _ in range(100_000):
                 print("a line")

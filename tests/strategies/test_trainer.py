@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPMonitor, BucketDDPStrategy
+from lightning_bucketddp.recording.schema import read_run
 from tests.strategies.comparison import Program, assert_equal, train
 from tests.strategies.test_equals_ddp import Watching
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
 from tests.support.ranks import on_ranks, raised_by
 from tests.support.scripts import models
-from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, said_about
 
 
 class _Buckets(Callback):
@@ -87,6 +89,24 @@ def test_a_layer_added_between_epochs_starts_from_rank_zero_and_is_trained() -> 
         of_rank_zero = weight.clone()
         dist.broadcast(of_rank_zero, src=0)
         assert torch.equal(weight, of_rank_zero)
+
+
+@on_ranks()
+@like_torchrun()
+def test_counters_and_plans_go_on_after_a_layer_was_added(tmp_path: Path) -> None:
+    lines: list[str] = []
+    monitor = BucketDDPMonitor(every_n_steps=1, dirpath=tmp_path, summary=False)
+    trainer = make_trainer("bucketddp", max_epochs=3, callbacks=[AddsLayer(), monitor])
+    with said_about("reductions", lines):
+        trainer.fit(models.Regression(), models.loader())
+    if dist.get_rank() == 0:
+        assert [re.sub(r"; [\d.]+ MiB", "", line) for line in lines] == [
+            "bucketddp: 30 optimizer steps sent per rank in 30 reductions; last plan: 1 bucket."
+        ]
+    record = read_run(tmp_path / "bucketddp").ranks[dist.get_rank()]
+    num_parameters = {number: sum(len(it.parameters) for it in plan.buckets) for number, plan in record.plans.items()}
+    in_steps = [num_parameters[step.plan] for _, step in sorted(record.steps.items())]
+    assert in_steps == [num_parameters[1]] * 10 + [num_parameters[1] + 2] * 20
 
 
 class OwnLayerSync(LayerSync):
