@@ -7,7 +7,6 @@ import math
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,8 +17,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks import (
     gpu_suite,
@@ -33,7 +30,6 @@ from benchmarks import (
     step_time,
     wires,
 )
-from benchmarks.fits import OpenFits
 from benchmarks.loop import LoopSettings
 from benchmarks.own_processes import OwnProcesses, without_failed
 from benchmarks.peaks import Peaks
@@ -44,15 +40,11 @@ from benchmarks.report import table_of
 from benchmarks.turns import take_turns
 from benchmarks.variants import (
     ALONE,
-    attach,
     ddp_variants,
-    our_variants,
     settling_in,
     sharded_variants,
-    with_hook,
 )
 from tests.support import warm
-from tests.support.cases import for_each
 from tests.support.ranks import on_ranks, run_on_ranks
 
 
@@ -148,21 +140,6 @@ def test_the_suite_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: 
     assert all(table["title"] in (tmp_path / "gpu_suite.txt").read_text() for table in found["tables"])
 
 
-def test_a_fit_goes_on_where_it_was_when_its_turn_comes_again() -> None:
-    trained: list[Any] = []
-    counting = register_optimizer_step_post_hook(lambda *args: trained.append(args))
-    fits = OpenFits(LoopSettings("tiny_layers", (replace(ALONE, steps_to_settle=3),), steps=2), torch.device("cpu"))
-    counts = []
-    for _ in range(2):
-        assert fits.turn(ALONE.name) > 0
-        counts.append(len(trained))
-    threads = threading.active_count()
-    fits.close()
-    counting.remove()
-    assert counts == [3 + 2, 3 + 2 + 1 + 2]
-    assert threading.active_count() == threads - 1
-
-
 @pytest.mark.usefixtures("warm_programs")
 def test_a_variant_that_fails_in_its_own_processes_is_left_out(capsys: Capture) -> None:
     failing = next(variant for variant in sharded_variants() if variant.kind == "fsdp")  # which needs a GPU
@@ -177,6 +154,7 @@ def test_a_variant_that_fails_in_its_own_processes_is_left_out(capsys: Capture) 
     assert all(turn.seconds > 0 for turn in without_failed(rounds)[ALONE.name])
 
 
+@pytest.mark.long
 @on_ranks()
 def test_buckets_that_are_kept_between_steps_are_told_apart_from_gradients() -> None:
     variants = tuple(settling_in(2, [ALONE, ddp_variants()[0]]))
@@ -218,43 +196,6 @@ def test_a_speed_up_is_over_the_best_ddp_and_a_step_is_compared_with_one_without
     assert all(math.isnan(row[4]) for row in table.rows.values())
     table = table_of("", {ALONE.name: [2, 2, 5], "bucketddp": [3, 3, 3]}, unit="ms")
     assert [row[4] for row in table.rows.values()] == [1, 1.5]
-
-
-def test_efficiency_is_one_where_all_that_can_be_hidden_is() -> None:
-    samples = {
-        "phases": {"forward": [2.0], "backward": [4.0], "optimizer": [1.0]},
-        "step": {"bucketddp": [9.0], "ddp": [14.0]},
-        "communication": {"bucketddp": [6.0], "ddp": [3.0]},
-    }
-    table = overlap.table_of_limits("", samples)
-    assert [row[-1] for row in table.rows.values()] == [1.0, 0.5]
-
-
-@for_each(("hook", "error"), [("8-bit", 0.02), ("bf16_compress_hook", 0.01), ("PowerSGD", 1.0)])
-@on_ranks()
-def test_a_hook_reduces_gradients_of_both(hook: str, error: float) -> None:
-    for variant in with_hook(hook, [*our_variants(), *ddp_variants()[:1]]):
-        torch.manual_seed(dist.get_rank())
-        model, x = nn.Linear(33, 31), torch.randn(8, 33)
-        attached = attach(variant, model, torch.device("cpu"))
-        for _ in range(3):
-            model.zero_grad()
-            with attached.backward():
-                attached.model(x).square().mean().backward()
-        reduced = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
-        with attached.no_sync(), attached.backward():
-            model.zero_grad()
-            attached.model(x).square().mean().backward()
-        mean = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
-        on_rank_zero = reduced.clone()
-        dist.broadcast(on_rank_zero, src=0)
-        assert torch.equal(reduced, on_rank_zero)
-        assert not torch.equal(reduced, mean)  # less than all bits have travelled
-        assert (reduced - mean).abs().max() <= error * mean.abs().max()
-        if attached.reducer is not None:
-            attached.reducer.close()
 
 
 def results(scores: dict[tuple[str, int], list[float]], task: str = "digits") -> list[Result]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -28,9 +25,18 @@ from lightning_bucketddp.strategies.fit_state import LoaderPreparation
 SHOWN_ELSEWHERE = {
     "replace_result_class": "reducer/test_batch_weighting.py",
     **dict.fromkeys(("replace_closures", "trainer_replaced", "logging_in"), "strategies/test_cuda_graphs.py"),
-    **dict.fromkeys(("replace_step", "return_predictions", "predict_unseen"), "data/test_exact_evaluation.py"),
+    **dict.fromkeys(
+        ("replace_preparation", "replace_step", "return_predictions", "predict_unseen"), "data/test_exact_evaluation.py"
+    ),
     **dict.fromkeys(("AsIfAlone", "trainer_of", "tuning_as_if_alone"), "callbacks/test_batch_size_finder.py"),
-    **dict.fromkeys(("begin_fit", "end_failed_fit", "processes_started_by"), "strategies/test_max_restarts.py"),
+    **dict.fromkeys(("has_ckpt_path", "load_at_start", "load_as_given"), "strategies/test_auto_resume.py"),
+    "averaged_models": "strategies/test_local_steps.py",
+    "call_before_fetch": "faults/test_faults.py",
+    "layer_sync_of": "strategies/test_trainer.py",
+    **dict.fromkeys(("replace_signal_handlers", "stop_after_batch"), "faults/test_stop_signals.py"),
+    **dict.fromkeys(
+        ("begin_fit", "end_failed_fit", "processes_started_by", "slurm_requeue_of"), "strategies/test_max_restarts.py"
+    ),
 }
 TRAINING, OTHER = list(torch.ones(4, 2)), list(torch.zeros(4, 2))
 
@@ -174,22 +180,6 @@ def test_training_data_is_distinguished_from_other_data(
     assert "setup_data" not in vars(trainer.fit_loop)
 
 
-def test_samplers_are_prepared_by_stage(root: Any) -> None:
-    trainer, modes = trainer_with(root), []
-
-    def prepare(original: Any, loader: Any, shuffle: bool, mode: Any) -> Any:
-        modes.append((mode, loader.dataset is TRAINING))
-        return original(loader, shuffle, mode)
-
-    undo = internals.replace_preparation(trainer, prepare)
-    trainer.fit(model_of(root))
-    assert sorted(set(modes)) == [("train", True), ("validate", False)]
-    undo()
-    modes.clear()
-    trainer.validate(model_of(root))
-    assert modes == []
-
-
 def test_dataloaders_of_a_loop(root: Any) -> None:
     seen = []
 
@@ -288,66 +278,6 @@ def test_loggers_go_on(root: Any, tmp_path: Path) -> None:
         assert f"self.{name}" in inspect.getsource(import_module(f"{root.__name__}.loggers.{module}"))
 
 
-def test_a_fetch_is_seen_before_it_begins(root: Any) -> None:
-    trainer, order = trainer_with(root), []
-
-    class Seen(list[torch.Tensor]):
-        def __getitem__(self, index: Any) -> Any:
-            order.append("data")
-            return super().__getitem__(index)
-
-    undo = internals.call_before_fetch(trainer, lambda: order.append("call"))
-    data = loader_of(Seen(TRAINING))
-    trainer.fit(model_of(root), data)
-    # One batch is fetched ahead.
-    assert order[0] == "call"
-    assert order.count("call") == 2
-    undo()
-    trainer.fit(model_of(root), data)
-    assert order.count("call") == 2
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "bucketddp"])
-def test_the_plugin_for_layers(root: Any, strategy: str) -> None:
-    for is_on in (False, True):
-        trainer = trainer_with(root, strategy=strategy, sync_batchnorm=is_on)
-        assert (internals.layer_sync_of(trainer.strategy) is not None) == is_on
-
-
-def test_averages_that_callbacks_keep(root: Any) -> None:
-    if not hasattr(root.callbacks, "WeightAveraging"):
-        pytest.skip("Lightning before 2.6 has none")
-    found = []
-
-    def observe(trainer: Any) -> None:
-        found.extend(internals.averaged_models(trainer.callbacks))
-
-    callbacks = [root.callbacks.WeightAveraging(), calling(root, on_train_end=observe)]
-    trainer_with(root, callbacks=callbacks).fit(model_of(root))
-    assert [type(model) for model in found] == [AveragedModel]
-
-
-def test_a_fit_begins_with_another_checkpoint(root: Any, tmp_path: Path) -> None:
-    fit(root).save_checkpoint(tmp_path / "saved.ckpt")
-    first_steps: list[int] = []
-    callbacks = [calling(root, on_train_start=lambda trainer: first_steps.append(trainer.global_step))]
-    trainer = trainer_with(root, callbacks=callbacks, max_epochs=2)
-    internals.load_at_start(trainer, str(tmp_path / "saved.ckpt"))
-    trainer.fit(model_of(root))
-    # Only once.
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(model_of(root))
-    assert first_steps == [2, 4]
-    assert not internals.has_ckpt_path(trainer)
-    trainer.ckpt_path = str(tmp_path / "saved.ckpt")
-    assert internals.has_ckpt_path(trainer)
-    other = trainer_with(root, callbacks=callbacks)
-    internals.load_at_start(other, str(tmp_path / "saved.ckpt"))
-    internals.load_as_given(other)
-    other.fit(model_of(root))
-    assert first_steps == [2, 4, 0]
-
-
 def test_callbacks_that_search(root: Any, tmp_path: Path) -> None:
     found: list[bool | None] = []
 
@@ -385,35 +315,6 @@ def test_what_fabric_needs(name: str) -> None:
     environment = import_module(f"{name}.plugins.environments").LightningEnvironment()
     internals.set_main_port(environment, 12345)
     assert environment.main_port == 12345
-
-
-def test_signals_come_to_other_handlers(root: Any) -> None:
-    received: list[Any] = []
-
-    def signal_and_stop(trainer: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        internals.stop_after_batch(trainer)
-
-    trainer = trainer_with(root, callbacks=[calling(root, on_train_batch_end=signal_and_stop)])
-    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    requeue = internals.slurm_requeue_of(trainer)
-    undo = internals.replace_signal_handlers(
-        trainer,
-        on_sigterm=lambda number, frame: received.append(number),
-        on_requeue=lambda number, frame: received.append("requeue"),
-        on_registered=lambda: received.append("registered"),
-    )
-    assert internals.slurm_requeue_of(trainer) != requeue
-    # Lightning has both since 2.6.
-    assert ("_broadcast_sigterm_tensor" in vars(loop)) == hasattr(root.callbacks, "WeightAveraging")
-    with pytest.raises(import_module(f"{root.__name__}.utilities.exceptions").SIGTERMException):
-        trainer.fit(model_of(root))
-    assert received == ["registered", signal.SIGTERM]
-    undo()
-    assert internals.slurm_requeue_of(trainer) == requeue
-    replaced = {"_sigterm_notifier_fn", "_slurm_sigusr_handler_fn", "register_signal_handlers"}
-    assert not replaced & vars(connector).keys()
-    assert "_broadcast_sigterm_tensor" not in vars(loop)
 
 
 def test_what_replaces_a_method_is_taken_away_again_or_what_was_there_before() -> None:

@@ -7,14 +7,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_bucketddp import CheckpointWriteError
-from lightning_bucketddp.strategies.launchers import Guarded
 from tests.soak.round import SCRIPT
 from tests.soak.running import Program, running
 from tests.soak.trial import Fault
@@ -103,20 +100,6 @@ def test_ctrl_c_that_reaches_only_one_process_of_several(target: int | str, tmp_
     assert "received SIGINT; all ranks stop." in ended.output
     assert ended.exit_status == 1  # Lightning's, for a keyboard interrupt
     ended.assert_saved()
-
-
-def test_callback_that_fails_on_a_rank_whose_end_nobody_shows_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    # Of spawned and forked ranks torch shows how one has ended. The soak fills a disk before another one saves.
-    def fail() -> None:
-        raise ValueError("an accident")
-
-    def save(_: BaseException) -> None:
-        raise CheckpointWriteError("no space left")
-
-    strategy = SimpleNamespace(restarts=None, end_run_by=lambda _: None)
-    with pytest.raises(CheckpointWriteError, match="no space left"):
-        Guarded(fail, strategy, save, in_child=True)()
-    assert "a callback has failed when the run was over: no space left" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,7 @@ from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make
 
 @dataclass(frozen=True)
 class Program:
-    """A module and how it is trained, each made on every rank, and what torch DDP needs for the same.
-
-    Attributes:
-        trainer: options of the Trainer.
-        strategy: options of ours.
-        ddp: the name of the strategy that gives the right numbers.
-        ddp_module: the module for it, if it needs another one.
-    """
+    """A module and how it is trained, each made on every rank, and what torch DDP needs to give the right numbers."""
 
     module: Callable[[], LightningModule] = models.Regression
     trainer: Callable[[], dict[str, Any]] = dict

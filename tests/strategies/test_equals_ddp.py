@@ -120,12 +120,7 @@ class LineSearch(Regression):
 
 
 class Gan(Regression):
-    """A generator and a discriminator that take turns; each turn runs through both and trains one.
-
-    Args:
-        switching: how the other network is kept out of a turn.
-        micro_batches: backwards of each turn; gradients are reduced in the last one.
-    """
+    """A generator and a discriminator that take turns; each turn runs through both and trains one."""
 
     def __init__(self, switching: str, *, micro_batches: int = 1) -> None:
         super().__init__()

@@ -304,19 +304,6 @@ def test_other_optimizers_or_weights_are_refused_before_the_first_step(kind: typ
     assert trainer.global_step == 0
 
 
-@on_ranks()
-@like_torchrun()
-def test_modules_are_compared_without_init_sync() -> None:
-    """A validation comes first, which shares buffers: gloo ends a process that gets more than it has room for."""
-    module = Adam()
-    if dist.get_rank() == 0:
-        module.scale = torch.ones(4)
-    trainer = make_trainer(BucketDDPStrategy(init_sync=False), max_steps=3)
-    error = raised_by(lambda: trainer.fit(module, models.loader(), models.loader()))
-    assert error.startswith("ReplicaMismatchError: `scale` has shape [4] on rank 0 but [3] on rank 1.")
-    assert trainer.global_step == 0
-
-
 @pytest.mark.parametrize("training", HEALTHY)
 @pytest.mark.sampled(4)
 @on_ranks()

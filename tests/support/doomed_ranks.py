@@ -4,8 +4,7 @@
         ranks.send(1, signal.SIGTERM)
         ended = ranks.wait()
 
-They are forked from a server that has imported torch and Lightning once. To Lightning they look like processes that
-torchrun has started.
+To Lightning they look like processes that torchrun has started.
 """
 
 from __future__ import annotations

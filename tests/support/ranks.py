@@ -2,9 +2,7 @@
 
     ranks = run_on_ranks(job, world_size=2, some_argument=3)    # [job(...) on rank 0, job(...) on rank 1]
 
-`job` is a module-level function that runs in an initialised process group. If it raises on any rank, so does
-`run_on_ranks`, with every rank's traceback; a job that outlives its time-out has its processes killed, and is told with
-where they were. A test that is all job says so:
+If it raises on any rank, so does `run_on_ranks`, with every rank's traceback. A test that is all job says so:
 
     @on_ranks(2)
     def test_ranks_add_up() -> None: ...    # runs on each rank, and asserts there
