@@ -84,7 +84,6 @@ LEAKS: dict[str, Leak] = {
         lambda: signal.getsignal(signal.SIGUSR1), partial(signal.signal, signal.SIGUSR1), lambda *_: None
     ),
     "process groups open:": leave_process_group,
-    "torch threads:": change(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1),
     "random numbers numpy:": change(NUMPY_RANDOM.get_bit_generator, NUMPY_RANDOM.set_bit_generator, np.random.PCG64()),
 }
 

@@ -55,10 +55,6 @@ WAITED = "the others have waited for longer than `stall_s`, 3 s"
                 r"Rank (1 \(process .*although it lives: it and rank 2|2 \(.*it and rank 1) do not reach each other",
             ),
         ),
-        (
-            "host 1 no longer reaches host 2",
-            {0: r"Rank 1 \(process ", 1: "Rank 0 can no longer be reached", 2: r"Rank 1 \(process "},
-        ),
         ("host 2 no longer reaches host 1", {0: r"Rank 1 \(process ", 1: "Rank 0 can no longer be reached"}),
         ("rank 0 killed", {1: BROKEN, 2: BROKEN}),
         ("rank 2 killed", {0: r"Rank 2 \(process ", 1: r"Rank 2 \(process "}),

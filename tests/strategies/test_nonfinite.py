@@ -43,11 +43,7 @@ class BadGradient(torch.autograd.Function):
 
 
 class Module(LightningModule):
-    """Has something bad (`loss`, `gradient` or nothing) in a batch of rank 1.
-
-    Args:
-        how: it optimizes: by `step` or `closure` of its own, with `lbfgs`, or without a loss on rank 0 (`none`).
-    """
+    """Has something bad (`loss`, `gradient` or nothing) in a batch of rank 1, and optimizes in some way."""
 
     def __init__(self, bad: str = "", *, at: int = 3, how: str = "") -> None:
         super().__init__()

@@ -134,11 +134,8 @@ GPU = torch.device("cuda", 1)
     [
         (GPU, [1], 1, None),
         (GPU, ["cuda:1"], GPU, None),
-        (GPU, [], None, None),
-        (torch.device("cpu"), None, "cpu", None),
         (GPU, [0], None, "`device_ids` names cuda:0"),
         (GPU, [1, 2], None, "`device_ids` names cuda:2"),
-        (GPU, [1], 0, "`output_device` names cuda:0"),
         (torch.device("cpu"), None, "cuda:0", "`output_device` names cuda:0"),
     ],
 )
