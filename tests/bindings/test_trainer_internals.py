@@ -120,6 +120,7 @@ def test_every_function_is_called_here() -> None:
     # Made by `saved_progress` and `replace_closures`.
     returned = {"SavedProgress", "ClosureParts"}
     assert public - called == returned | SHOWN_ELSEWHERE.keys()
+    assert all((Path(__file__).parents[1] / file).is_file() for file in SHOWN_ELSEWHERE.values())
 
 
 def test_a_lightning_that_has_changed_is_named_with_what_is_missing(root: Any, monkeypatch: pytest.MonkeyPatch) -> None:

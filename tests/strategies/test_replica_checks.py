@@ -153,8 +153,8 @@ def in_buffers_of_rank(**strategy: Any) -> Program:
 HEALTHY: dict[str, Callable[[], Program]] = {
     "sync_batchnorm": lambda: Program(models.ConvBatchNorm, lambda: {"sync_batchnorm": True}),
     "mean_teacher": lambda: Program(changes.MeanTeacher),
-    "dropout": lambda: Program(_Dropout, strategy={"rank_seeds": True}),
     "ignored": lambda: Program(_Ignored),
+    "dropout": lambda: Program(_Dropout, strategy={"rank_seeds": True}),
     "finetuning": lambda: Program(changes.Backbone, lambda: {"callbacks": changes.FINETUNINGS["backbone"]()}),
     "own_buffers": lambda: in_buffers_of_rank(broadcast_buffers=False),
     "local_buffers": in_buffers_of_rank,
