@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import lightning_bucketddp
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
 from tests.support.cases import for_each
+from tests.support.collectives import all_reduced
 from tests.support.ranks import on_ranks, raised_by
 from tests.support.scripts.fabrics import ROOTS, make_fabric
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
@@ -142,6 +143,27 @@ def test_both_roots_and_the_class_that_is_for_the_trainer_too_train_alike() -> N
     public = two_modules(make_fabric(lightning_bucketddp.BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)))
     for weights in (other_root, public):
         torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+@on_ranks()
+@like_torchrun()
+def test_accumulation_reduces_each_bucket_once_per_step() -> None:
+    """Gradients accumulate over three backwards, twice."""
+    fabric = make_fabric(BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB))
+    module, optimizer = set_up(fabric)
+    with all_reduced() as reduced:
+        for step in range(NUM_STEPS):
+            with fabric.no_backward_sync(module, enabled=step % 3 < 2):
+                fabric.backward(loss_of(module, step))
+            if step % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    [reducer] = fabric.strategy.reducers.values()
+    reductions_by_bucket = [
+        sum(tensor.data_ptr() == bucket.wire.data_ptr() for tensor in reduced) for bucket in reducer.bucket_set.buckets
+    ]
+    assert len(reductions_by_bucket) > 1
+    assert set(reductions_by_bucket) == {2}
 
 
 def save_and_load(saved_by: Any, loaded_by: Any, path: Path) -> tuple[Weights, Weights]:
