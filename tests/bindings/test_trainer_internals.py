@@ -31,7 +31,6 @@ SHOWN_ELSEWHERE = {
     **dict.fromkeys(("AsIfAlone", "trainer_of", "tuning_as_if_alone"), "callbacks/test_batch_size_finder.py"),
     **dict.fromkeys(("has_ckpt_path", "load_at_start", "load_as_given"), "strategies/test_auto_resume.py"),
     "averaged_models": "strategies/test_local_steps.py",
-    "call_before_fetch": "faults/test_faults.py",
     "layer_sync_of": "strategies/test_trainer.py",
     **dict.fromkeys(("replace_signal_handlers", "stop_after_batch"), "faults/test_stop_signals.py"),
     **dict.fromkeys(
@@ -277,6 +276,25 @@ def test_loggers_go_on(root: Any, tmp_path: Path) -> None:
     # These need packages and servers of their own.
     for name, module in {"_run_id": "mlflow", "_id": "wandb", "_wandb_init": "wandb"}.items():
         assert f"self.{name}" in inspect.getsource(import_module(f"{root.__name__}.loggers.{module}"))
+
+
+def test_a_fetch_is_seen_before_it_begins(root: Any) -> None:
+    trainer, order = trainer_with(root), []
+
+    class Seen(list[torch.Tensor]):
+        def __getitem__(self, index: Any) -> Any:
+            order.append("data")
+            return super().__getitem__(index)
+
+    undo = internals.call_before_fetch(trainer, lambda: order.append("call"))
+    data = loader_of(Seen(TRAINING))
+    trainer.fit(model_of(root), data)
+    # One batch is fetched ahead.
+    assert order[0] == "call"
+    assert order.count("call") == 2
+    undo()
+    trainer.fit(model_of(root), data)
+    assert order.count("call") == 2
 
 
 def test_callbacks_that_search(root: Any, tmp_path: Path) -> None:
