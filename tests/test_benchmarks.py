@@ -32,7 +32,7 @@ from benchmarks import (
 from benchmarks.loop import LoopSettings
 from benchmarks.own_processes import OwnProcesses, without_failed
 from benchmarks.peaks import Peaks
-from benchmarks.quality_results import Result, load, markdown
+from benchmarks.quality_results import Result, markdown
 from benchmarks.quality_training import DDP, PLAIN, Run, Trained, local, train
 from benchmarks.ranks import Place, RankFailed, Ranks
 from benchmarks.report import table_of
@@ -201,17 +201,6 @@ def test_a_training_has_the_same_samples_on_any_number_of_ranks_and_the_numbers_
     run = replace(runs[1], num_ranks=4)
     on_four = quality.result_of(run, [rank[0] for rank in run_on_ranks(trainings, world_size=4, runs=[run])])
     assert on_four.curve == pytest.approx(on_two.curve, abs=2e-4)
-
-
-def test_what_is_in_the_file_is_not_trained_again(tmp_path: Path, capsys: Capture) -> None:
-    file = tmp_path / "found.jsonl"
-    found = results({(PLAIN, 2): [0.8, 0.9], ("bf16", 2): [0.8, 0.8]})
-    file.write_text("".join(f"{result.to_json()}\n" for result in found))
-    assert load(file) == found
-    command = ["--tasks=digits", "--ranks", "2", "--variants", PLAIN, "bf16", "--json", str(file)]
-    assert quality.main([*command, "--seeds=2"]) == 0  # nothing is left
-    assert quality.main([*command, "--seeds=3", "--seconds=0"]) == 1  # something is, and no time
-    assert len(load(file)) == len(found)
 
 
 def test_a_mean_is_compared_with_the_range_of_the_seeds() -> None:

@@ -152,9 +152,8 @@ def test_under_torchrun_an_exception_ends_no_process(without_faults: Any, tmp_pa
     assert all(len({attempt["pid"] for attempt in notes(tmp_path, "attempts", rank)}) == 1 for rank in range(2))
 
 
-@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.long), None])
-def test_the_same_failure_at_the_same_batch_twice_ends_the_run(rank: int | None, tmp_path: Path) -> None:
-    finished = train(tmp_path, fault("raise", rank=rank, step=3, always=True))
+def test_the_same_failure_at_the_same_batch_twice_ends_the_run(tmp_path: Path) -> None:
+    finished = train(tmp_path, fault("raise", rank=None, step=3, always=True))
     assert finished.returncode != 0
     assert "the same failure at the same batch twice is a defect of the program" in " ".join(finished.output.split())
     assert finished.output.count("bucketddp: restart ") == 1
