@@ -33,9 +33,7 @@ SHOWN_ELSEWHERE = {
     "averaged_models": "strategies/test_local_steps.py",
     "layer_sync_of": "strategies/test_trainer.py",
     **dict.fromkeys(("replace_signal_handlers", "stop_after_batch"), "faults/test_stop_signals.py"),
-    **dict.fromkeys(
-        ("begin_fit", "end_failed_fit", "processes_started_by", "slurm_requeue_of"), "strategies/test_max_restarts.py"
-    ),
+    **dict.fromkeys(("processes_started_by", "slurm_requeue_of"), "strategies/test_max_restarts.py"),
 }
 TRAINING, OTHER = list(torch.ones(4, 2)), list(torch.zeros(4, 2))
 
@@ -342,3 +340,42 @@ def test_what_replaces_a_method_is_taken_away_again_or_what_was_there_before() -
     assert owner.method() == "ours"
     undo()
     assert owner.method() == "user's"
+
+
+def test_a_fit_that_has_failed_can_begin_again_from_nothing(root: Any, tmp_path: Path) -> None:
+    reported: list[BaseException] = []
+    failure = ValueError("once")
+
+    def fail_once(trainer: Any) -> None:
+        if not reported and trainer.global_step == 1:
+            raise failure
+
+    reports = calling(root, on_train_batch_start=fail_once)
+    type(reports).on_exception = lambda self, trainer, module, error: reported.append(error)
+    saver = root.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    trainer = trainer_with(root, callbacks=[saver, reports], enable_checkpointing=True)
+    module = model_of(root)
+    interrupt = import_module(f"{root.__name__}.trainer.call")._interrupt
+
+    class Launcher:
+        is_interactive_compatible = True
+
+        def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
+            try:
+                function(*args, **kwargs)
+            except ValueError as error:
+                internals.end_failed_fit(trainer, error, interrupt=interrupt)
+            assert reported == [failure]
+            assert trainer.global_step == 1
+            assert saver._last_global_step_saved == 1
+            internals.begin_fit(trainer)
+            assert (trainer.global_step, trainer.max_epochs, trainer.callback_metrics) == (0, 1, {})
+            fresh = root.callbacks.ModelCheckpoint()
+            for name in internals._NOTHING_SAVED:
+                assert getattr(saver, name) == getattr(fresh, name)
+            return function(*args, **kwargs)
+
+    trainer.strategy._launcher = Launcher()
+    trainer.fit(module)
+    assert trainer.global_step == 2
+    assert trainer.state.finished
