@@ -111,7 +111,7 @@ def drawn_faults(chance: random.Random) -> list[dict[str, Any]]:
     faults = []
     for step in sorted(chance.sample(range(1, 16), 7)):
         what = chance.choice(["raise", "kill", "stuck", "exit"])
-        ranks = {"raise": [0, 1, None], "stuck": [0, 1]}
+        ranks: dict[str, list[int | None]] = {"raise": [0, 1, None], "stuck": [0, 1]}
         faults.append(fault(what, rank=chance.choice(ranks.get(what, [1])), step=step))
     return faults
 
