@@ -128,7 +128,7 @@ NOT_RUN = {
     "bucketddp doctor": "its exit status is about this machine; its own tests run it",
     "torchrun --nnodes 2": "needs two nodes",
     "make soak": "takes minutes; tests/faults/test_soak.py runs rounds of it",
-    "make fuzz": "takes minutes; tests/fuzz/test_fuzz.py runs some programs",
+    "make fuzz": "takes minutes; tests/fuzz/test_fuzz.py runs 25 programs",
     "python -m benchmarks.projects": "installs packages and takes minutes; tests/test_projects.py tests the comparison",
     "python -m benchmarks.quality": "takes a quarter of an hour on 16 cores; tests/test_benchmarks.py runs its parts",
 }
