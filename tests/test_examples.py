@@ -26,7 +26,7 @@ class Example:
 
 
 ACCURACY = r"validation accuracy: ([\d.]+)%"
-# `digits.py` by itself is what tests/test_install.py runs.
+# Two nodes and SLURM train `digits.py`.
 EXAMPLES = {
     "language_model": Example(
         ["for s in '' --shard-optimizer; do python language_model.py --max-steps 60 --context 32 $s; done"],

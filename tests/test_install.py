@@ -14,7 +14,6 @@ import pytest
 
 import lightning_bucketddp
 from tests.dist import package_files, surprises_in_wheel
-from tests.support.programs import run, run_code
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -85,32 +84,3 @@ def test_what_is_imported_is_declared(installed: Path) -> None:
     names = imported_modules() - sys.stdlib_module_names - ours - of_the_user
     assert of_the_user < imported_modules()
     assert {packages_distributions()[name][0].lower().replace("_", "-") for name in names} == declared
-
-
-@pytest.mark.long
-def test_an_installed_wheel_is_found_by_name(installed: Path) -> None:
-    roots = {
-        "trainer_lightning": "lightning.pytorch import Trainer",
-        "fabric_lightning": "lightning.fabric import Fabric",
-        "trainer_pytorch_lightning": "pytorch_lightning import Trainer",
-        "fabric_lightning_fabric": "lightning_fabric import Fabric",
-    }
-    make = 'Entry(accelerator="cpu", devices=2, strategy="bucketddp").strategy'
-    lines = ["import sys"]
-    for entry in roots.values():
-        lines += [f"from {entry} as Entry", f"print(type({make}).__module__)"]
-    lines += ["print(*(m.__file__ for name, m in sys.modules.items() if name.startswith('lightning_bucketddp')))"]
-    *names, files = run_code("\n".join(lines), PYTHONPATH=str(installed)).splitlines()
-    assert names == [f"lightning_bucketddp.bindings.{module}" for module in roots]
-    assert all(installed in Path(file).parents for file in files.split())
-
-
-@pytest.mark.long  # examples/slurm.sbatch and two_nodes.sh train it too
-def test_the_example_trains_to_the_end(tmp_path: Path) -> None:
-    result = run(REPOSITORY / "examples" / "digits.py", "--max-epochs", "1", root="lightning", directory=tmp_path)
-    accuracy = re.search(r"^validation accuracy: (.*)%$", result.output, flags=re.MULTILINE)
-    assert result.returncode == 0, result.output
-    assert accuracy is not None
-    assert float(accuracy[1]) > 80
-    # 45 batches per process and epoch, two to a step; the last one steps alone.
-    assert re.search("bucketddp: 23 optimizer steps; .* in 23 reductions[;.]", result.output)

@@ -20,11 +20,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 
-SEEN = Path(__file__).with_name("seen")
-
 
 def note(name, strategy):
-    with SEEN.open("a") as file:
+    with Path(__file__).with_name("seen").open("a") as file:
         file.write(f"{name} {strategy.global_rank} {type(strategy).__module__.partition('.')[0]}\\n")
 
 
@@ -33,27 +31,8 @@ class Model(BoringModel):
         note(self.case, self.trainer.strategy)
 
 
-def fit(case, directory):
-    model = Model()
-    model.case = case
-    options = {"accelerator": "cpu", "devices": 2, "default_root_dir": directory, "logger": False}
-    strategies = {"script": "ddp", "name": "ddp_fork_find_unused_parameters_false"}
-    strategy = strategies.get(case) or DDPStrategy(start_method="fork")
-    Trainer(fast_dev_run=True, enable_progress_bar=False, strategy=strategy, **options).fit(model)
-
-
-@pytest.mark.parametrize("case", ["name", "class"])
-def test_fork(case, tmp_path):
-    fit(case, tmp_path)
-
-
-def launched(fabric):
-    note("fabric", fabric.strategy)
-    fabric.barrier()
-
-
 def test_fabric():
-    Fabric(accelerator="cpu", devices=2, strategy="ddp_fork").launch(launched)
+    Fabric(accelerator="cpu", devices=2, strategy="ddp_fork").launch(lambda fabric: note("fabric", fabric.strategy))
 
 
 def test_wrapper():
@@ -65,8 +44,14 @@ def test_without_ddp():
     Trainer(accelerator="cpu", devices=1, logger=False)
 
 
-def test_script(tmp_path):  # the last: it leaves a process group
-    fit("script", tmp_path)
+@pytest.mark.parametrize("case", ["name", "class", "script"])  # the last: it leaves a process group
+def test_fit(case, tmp_path):
+    model = Model()
+    model.case = case
+    strategies = {"script": "ddp", "name": "ddp_fork_find_unused_parameters_false"}
+    strategy = strategies.get(case) or DDPStrategy(start_method="fork")
+    options = {"accelerator": "cpu", "devices": 2, "default_root_dir": tmp_path, "logger": False}
+    Trainer(fast_dev_run=True, enable_progress_bar=False, strategy=strategy, **options).fit(model)
 """
 
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.projects.__main__ import HEADER, Outcome
 from benchmarks.projects.catalog import PROJECTS
-from benchmarks.projects.comparison import NUM_RANKS, Training, difference, reference
+from benchmarks.projects.comparison import NUM_RANKS, Training, difference
 from benchmarks.projects.training import tensors_in
 from tests.support.programs import REPOSITORY
 
@@ -26,10 +26,10 @@ def trained() -> dict[str, torch.Tensor]:
     return tensors_in(model.state_dict(), "weights") | tensors_in([optimizer.state_dict()], "optimizers")
 
 
-def written(folder: Path, ranks: list[dict[str, torch.Tensor]], *, num_ranks: int = NUM_RANKS) -> Training:
+def written(folder: Path, ranks: list[dict[str, torch.Tensor]]) -> Training:
     folder.mkdir()
     for rank, tensors in enumerate(ranks):
-        found = {"tensors": tensors, "num_steps": 2, "num_ranks": num_ranks, "in_torch_ddp": False}
+        found = {"tensors": tensors, "num_steps": 2, "num_ranks": NUM_RANKS, "in_torch_ddp": False}
         torch.save(found, folder / f"rank{rank}.pt")
     return Training.load(folder)
 
@@ -40,8 +40,9 @@ def test_the_same_training_is_equal(tmp_path: Path) -> None:
     assert {"weights.0.weight", "weights.1.running_var", "optimizers.0.state.0.exp_avg"} <= one.tensors[0].keys()
 
 
-@pytest.mark.parametrize("rank", range(NUM_RANKS))
-@pytest.mark.parametrize("name", ["weights.0.weight", "weights.1.running_mean", "optimizers.0.state.3.exp_avg_sq"])
+@pytest.mark.parametrize(
+    ("rank", "name"), [(0, "weights.0.weight"), (1, "weights.1.running_mean"), (1, "optimizers.0.state.3.exp_avg_sq")]
+)
 def test_one_bit_of_one_rank_is_noticed(rank: int, name: str, tmp_path: Path) -> None:
     ranks = [trained(), trained()]
     one = written(tmp_path / "one", ranks)
@@ -57,25 +58,6 @@ def test_one_bit_of_one_rank_is_noticed(rank: int, name: str, tmp_path: Path) ->
     assert not Outcome(2, len(ranks[0]), same, same, []).is_good
 
 
-def test_what_only_one_of_them_has_differs(tmp_path: Path) -> None:
-    fewer, whole = trained(), trained()
-    del fewer["weights.0.bias"]
-    found = difference(written(tmp_path / "one", [whole, whole]), written(tmp_path / "other", [whole, fewer]))
-    assert found.largest_by_name == {"weights.0.bias": float("inf")}
-
-
-def test_a_rank_that_differs_from_rank_zero_is_noticed(tmp_path: Path) -> None:
-    drifted = trained()
-    drifted["weights.0.bias"] += 1
-    training = written(tmp_path / "one", [trained(), drifted])
-    assert difference(reference(training), training).names == ["0.bias"]
-
-
-def test_a_training_on_one_rank_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="2 steps on 1 ranks are no training on 2"):
-        written(tmp_path / "one", [trained(), trained()], num_ranks=1)
-
-
 def test_the_page_shows_the_table_of_the_result_file() -> None:
     page = (REPOSITORY / "docs" / "third-party-projects.md").read_text()
     [file] = (REPOSITORY / "benchmarks" / "results").glob("projects_*.md")
@@ -84,11 +66,3 @@ def test_the_page_shows_the_table_of_the_result_file() -> None:
     assert table in page
     packages = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]]
     assert packages == [project.package for project in PROJECTS]
-
-
-def test_every_project_has_a_program_and_a_version() -> None:
-    folder = REPOSITORY / "benchmarks" / "projects"
-    pinned = {line.partition("==")[0] for line in (folder / "constraints.txt").read_text().splitlines()}
-    for project in PROJECTS:
-        assert "def train(strategy: str)" in (folder / f"{project.module}.py").read_text()
-        assert project.package in pinned

@@ -27,18 +27,6 @@ const tags = document.querySelectorAll("script[src], link[rel=stylesheet], img")
 const loads = performance.getEntriesByType("resource").map(({ name }) => name);
 return [...[...tags].map((tag) => tag.src || tag.href), ...loads];
 """
-# How wide each table is, and may be.
-_TABLES = """
-return [...document.querySelectorAll("table")].map((table) => [table.scrollWidth, table.parentElement.clientWidth]);
-"""
-# How many lines each block of code has, and how many it takes.
-_LINES = """
-return [...document.querySelectorAll(".highlight-python pre")].map((code) => {
-  const style = getComputedStyle(code);
-  const height = code.clientHeight - parseFloat(style.paddingTop) - parseFloat(style.paddingBottom);
-  return [code.textContent.trimEnd().split("\\n").length, Math.round(height / parseFloat(style.lineHeight))];
-});
-"""
 # The signature and the text of everything that the page of the API describes, by name.
 _API = """
 return Object.fromEntries([...document.querySelectorAll("dt.sig[id]")].map(
@@ -93,22 +81,6 @@ def test_no_code_is_cut_off(site: Path, driver: Chrome, width: int) -> None:
     assert {name: pixels for name, pixels in cut.items() if pixels > 0} == {}
 
 
-def test_tables_of_the_readme_fit_on_a_phone(site: Path, driver: Chrome) -> None:
-    driver.set_window_size(500, 1000)
-    driver.get((site / "README.html").as_uri())
-    widths = driver.execute_script(_TABLES)
-    assert len(widths) >= 3
-    assert [table for table, page in widths if table > page] == []
-
-
-def test_lines_of_the_first_run_are_not_even_broken(site: Path, driver: Chrome) -> None:
-    driver.set_window_size(1280, 1000)
-    driver.get((site / "docs" / "check.html").as_uri())
-    lines = driver.execute_script(_LINES)
-    assert lines
-    assert [taken for _, taken in lines] == [there for there, _ in lines]
-
-
 def test_the_api_shows_every_public_name(site: Path, driver: Chrome) -> None:
     driver.get((site / "docs" / "api.html").as_uri())
     shown = driver.execute_script(_API)
@@ -118,10 +90,3 @@ def test_the_api_shows_every_public_name(site: Path, driver: Chrome) -> None:
     signature, text = shown["lightning_bucketddp.BucketDDPStrategy"]
     assert "bucket_cap_mb: float" in signature
     assert "Largest size of a gradient bucket" in text
-
-
-def test_links_to_files_of_the_repository_lead_to_pages_or_copies(site: Path, driver: Chrome) -> None:
-    driver.get((site / "examples" / "README.html").as_uri())
-    links = {link.text: link.get_attribute("href") for link in driver.find_elements(By.CSS_SELECTOR, "article a")}
-    copy = Path(str(links["digits.py"]).removeprefix("file://"))
-    assert copy.read_text() == (REPOSITORY / "examples" / "digits.py").read_text()

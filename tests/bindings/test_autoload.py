@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.programs import REPOSITORY, run_code, run_code_after_torch
 
 # Prints our names in a registry, with the options of each, and whether the strategy is of its root.
@@ -37,16 +35,9 @@ def registered(*, num_roots: int) -> list[str]:
     return lines * num_roots
 
 
-# Lightning imports torch, which loads our entry point, so a root is partly imported then.
-@pytest.mark.parametrize(
-    ("trainer", "fabric"),
-    [
-        ("lightning.pytorch", "lightning.fabric"),
-        pytest.param("pytorch_lightning", "lightning_fabric", marks=pytest.mark.long),
-    ],
-)
-def test_importing_lightning_registers_every_name_with_a_strategy_of_that_root(trainer: str, fabric: str) -> None:
-    code = f"import {trainer.partition('.')[0]}, {fabric}\n{show_registered(trainer, fabric)}"
+def test_importing_lightning_registers_every_name_with_a_strategy_of_that_root() -> None:
+    # Lightning imports torch, which loads our entry point, so a root is partly imported then.
+    code = f"import lightning, lightning.fabric\n{show_registered('lightning.pytorch', 'lightning.fabric')}"
     *names, file = run_code(f"{code}\nimport lightning_bucketddp; print(lightning_bucketddp.__file__)").splitlines()
     assert names == registered(num_roots=2)
     assert REPOSITORY in Path(file).parents  # it is installed as editable where tests run
@@ -119,20 +110,6 @@ def test_bucketddp_autoload_0_leaves_registration_to_an_import_of_the_package(tm
     assert printed.splitlines() == ["False", "lightning_bucketddp.bindings.trainer_lightning", "True", "True"]
 
 
-@pytest.mark.long
-def test_a_strategy_module_may_be_the_first_import() -> None:
-    """As when a spawned process unpickles a strategy."""
-    printed = run_code("""
-        import warnings
-        with warnings.catch_warnings(record=True) as caught:
-            import lightning_bucketddp.bindings.trainer_lightning
-        import lightning
-        print([str(w.message) for w in caught if "bucketddp" in str(w.message)])
-        print(type(lightning.pytorch.strategies.StrategyRegistry.get("bucketddp")).__module__)
-    """)
-    assert printed == "[]\nlightning_bucketddp.bindings.trainer_lightning"
-
-
 def test_a_broken_package_is_a_warning_and_lightning_works(tmp_path: Path) -> None:
     broken = tmp_path / "lightning_bucketddp"
     broken.mkdir()
@@ -156,35 +133,21 @@ def test_a_broken_package_is_a_warning_and_lightning_works(tmp_path: Path) -> No
     assert works == "True"
 
 
-ONE_ROOT = """
-import sys
-sys.modules.update(dict.fromkeys(MISSING))  # importing these raises, finding them finds nothing
-import lightning_bucketddp
-import ROOT, FABRIC
-print("bucketddp" in ROOT.strategies.StrategyRegistry, "bucketddp" in FABRIC.strategies.STRATEGY_REGISTRY)
-strategy = lightning_bucketddp.BucketDDPStrategy
-print(strategy.__module__, issubclass(strategy, ROOT.strategies.Strategy))
-"""
-
-
-@pytest.mark.parametrize(
-    ("root", "fabric", "missing", "variables"),
-    [
-        ("lightning.pytorch", "lightning.fabric", ["pytorch_lightning", "lightning_fabric"], {}),
-        # Torch loads no entry points.
-        pytest.param(
-            "pytorch_lightning",
-            "lightning_fabric",
-            ["lightning"],
-            {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_one_root_is_enough(root: str, fabric: str, missing: list[str], variables: dict[str, str]) -> None:
-    code = ONE_ROOT.replace("MISSING", str(missing)).replace("ROOT", root).replace("FABRIC", fabric)
-    module = f"trainer_{root.replace('.pytorch', '')}"
-    assert run_code(code, **variables) == f"True True\nlightning_bucketddp.bindings.{module} True"
+def test_one_root_is_enough_where_torch_loads_no_entry_points() -> None:
+    printed = run_code(
+        """
+        import sys
+        # Importing these raises, finding them finds nothing.
+        sys.modules.update(dict.fromkeys(["lightning"]))
+        import lightning_bucketddp
+        import pytorch_lightning as root, lightning_fabric as fabric
+        print("bucketddp" in root.strategies.StrategyRegistry, "bucketddp" in fabric.strategies.STRATEGY_REGISTRY)
+        strategy = lightning_bucketddp.BucketDDPStrategy
+        print(strategy.__module__, issubclass(strategy, root.strategies.Strategy))
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert printed == "True True\nlightning_bucketddp.bindings.trainer_pytorch_lightning True"
 
 
 def test_without_lightning_the_strategy_says_what_to_install() -> None:

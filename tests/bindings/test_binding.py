@@ -4,48 +4,40 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 import lightning_bucketddp
 from tests.support.programs import REPOSITORY, run_code_after_torch
 
 
-@pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning"])
-@pytest.mark.sampled(1)
-def test_a_strategy_becomes_the_class_of_the_trainer_that_takes_it(root: str) -> None:
-    module = f"trainer_{root.replace('.pytorch', '')}"
+def test_a_strategy_becomes_the_class_of_the_trainer_that_takes_it() -> None:
     # In the order in which import sorters put them.
     printed = run_code_after_torch(
-        f"""
+        """
         from lightning_bucketddp import BucketDDPStrategy
-        from {root} import Trainer
-        from {root}.strategies import DDPStrategy
+        from pytorch_lightning import Trainer
+        from pytorch_lightning.strategies import DDPStrategy
         strategy = BucketDDPStrategy(bucket_cap_mb=3)
         trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy)
         print(trainer.strategy is strategy, type(strategy).__module__, isinstance(strategy, DDPStrategy))
         print(strategy.config.bucket_cap_mb, type(strategy.checkpoint_io).__module__)
         import sys
         not_needed = ("recording", "commands", "callbacks", "reducer.step_recorder")
-        print([m for m in sys.modules if m.startswith(tuple(f"lightning_bucketddp.{{n}}" for n in not_needed))])
+        print([m for m in sys.modules if m.startswith(tuple(f"lightning_bucketddp.{n}" for n in not_needed))])
         """
     )
     assert printed.splitlines() == [
-        f"True lightning_bucketddp.bindings.{module} True",
-        f"3 lightning_bucketddp.bindings.{module}",
+        "True lightning_bucketddp.bindings.trainer_pytorch_lightning True",
+        "3 lightning_bucketddp.bindings.trainer_pytorch_lightning",
         # Only monitors need these, whose import would delay the begin of a fit on all ranks.
         "[]",
     ]
 
 
-@pytest.mark.parametrize(
-    ("root", "module"), [("lightning.fabric", "fabric_lightning"), ("lightning_fabric", "fabric_lightning_fabric")]
-)
-def test_the_public_class_becomes_that_of_the_fabric_that_takes_it(root: str, module: str) -> None:
+def test_the_public_class_becomes_that_of_the_fabric_that_takes_it() -> None:
     printed = run_code_after_torch(
-        f"""
+        """
         from lightning_bucketddp import BucketDDPStrategy
-        from {root} import Fabric
-        from {root}.strategies import DDPStrategy
+        from lightning.fabric import Fabric
+        from lightning.fabric.strategies import DDPStrategy
         strategy = BucketDDPStrategy(bucket_cap_mb=3, timeout=7, static_graph=True, auto_resume=False)
         fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
         print(fabric.strategy is strategy, type(strategy).__module__, isinstance(strategy, DDPStrategy))
@@ -57,10 +49,10 @@ def test_the_public_class_becomes_that_of_the_fabric_that_takes_it(root: str, mo
         """
     )
     assert printed.splitlines() == [
-        f"True lightning_bucketddp.bindings.{module} True",
+        "True lightning_bucketddp.bindings.fabric_lightning True",
         "3 0:00:07 static_graph",
         "`auto_resume` is an option of `BucketDDPStrategy` for the Trainer, and is not available with Fabric. Leave it"
-        f" out, or see `lightning_bucketddp.bindings.{module}.BucketDDPStrategy` for what there is.",
+        " out, or see `lightning_bucketddp.bindings.fabric_lightning.BucketDDPStrategy` for what there is.",
     ]
 
 

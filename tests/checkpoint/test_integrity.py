@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
+import random
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointReadError
 from tests.support.cases import for_each
+from tests.support.scripts import models
+from tests.support.scripts.trainers import make_trainer
 
 NONE_BESIDE = "No intact checkpoint is beside it. Copy it again from where it came from, or resume from another one."
 
@@ -53,6 +58,9 @@ def position_of(path: Path, record: str) -> int:
         return 8 * (entry.header_offset + 30 + sizes)
 
 
+# --- Truncated, empty, garbage
+
+
 @for_each("where", ["{}/cut.ckpt", "file://{}/cut.ckpt", "memory://bucketddp{}/cut.ckpt"])
 @for_each("keep", [1, 3, 4, 100, 0.5, -200, -22, -1])
 def test_a_truncated_checkpoint_is_named(keep: float, where: str, tmp_path: Path) -> None:
@@ -86,12 +94,62 @@ def test_a_file_that_is_no_checkpoint_is_named(content: bytes, damage: str, tmp_
     assert refusal_of(path) == f"{damage}. {NONE_BESIDE}"
 
 
+def test_a_path_that_is_not_a_file_is_no_damage(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"Checkpoint file not found: .*/absent.ckpt"):
+        load(tmp_path / "absent.ckpt")
+    with pytest.raises(IsADirectoryError):
+        load(tmp_path)
+
+
+# --- Flipped bits
+
+
 @pytest.mark.parametrize("record", ["archive/data/3", "archive/data.pkl"])
 def test_a_damaged_record_is_named(record: str, tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
     save(path, **{f"layer{i}.weight": torch.full((1_000,), float(i)) for i in range(5)})
     flip(path, position_of(path, record) + 100)
     assert refusal_of(path) == f"its record `{record}` is damaged (the checksum is wrong). {NONE_BESIDE}"
+
+
+@pytest.mark.long
+def test_no_flipped_bit_changes_what_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    trainer = make_trainer("auto", devices=1, max_steps=1)
+    trainer.fit(models.Regression(), models.loader())
+    trainer.save_checkpoint(path)
+    intact, expected = path.read_bytes(), bytes_of(torch.load(path, weights_only=True))
+    positions = list(positions_of_index(path))
+    generator = random.Random(0)
+    sample = [*generator.sample(positions, 1_000), *generator.sample(range(8 * len(intact)), 200)]
+    num_refused = num_loaded = 0
+    for position in sample:
+        path.write_bytes(intact)
+        flip(path, position)
+        try:
+            found = load(path)
+        except CheckpointReadError as error:
+            num_refused += str(error).startswith(f"Cannot read checkpoint `{path}`: ")
+        else:  # a time stamp, or what fills the space between records
+            assert bytes_of(found) == expected, position
+            num_loaded += 1
+    assert num_refused + num_loaded == len(sample)
+    assert num_refused > 500
+
+
+def bytes_of(checkpoint: Any) -> bytes:
+    content = io.BytesIO()
+    torch.save(checkpoint, content)
+    return content.getvalue()
+
+
+def positions_of_index(path: Path) -> Iterator[int]:
+    """Yield the positions of the bits of the index, in the order of the file."""
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            yield from range(8 * entry.header_offset, 8 * (entry.header_offset + 30 + len(entry.filename)))
+        yield from range(8 * archive.start_dir, 8 * size)
 
 
 def test_a_tensor_that_the_index_calls_a_directory_is_refused(tmp_path: Path) -> None:
@@ -117,6 +175,9 @@ def test_a_checkpoint_without_checksums_is_loaded(tmp_path: Path) -> None:
     assert load(path)["state_dict"]["weight"].sum() == 10
 
 
+# --- Files from before there were archives
+
+
 def test_an_old_file_is_loaded_or_named(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
     torch.save({"weight": torch.arange(1_000)}, path, _use_new_zipfile_serialization=False)
@@ -127,6 +188,9 @@ def test_an_old_file_is_loaded_or_named(tmp_path: Path) -> None:
         damage, _, advice = refusal_of(path).rpartition("). ")
         assert damage.startswith("it is cut short or damaged (")
         assert advice == NONE_BESIDE
+
+
+# --- The newest intact checkpoint beside a damaged one
 
 
 @pytest.mark.parametrize("where", ["{}/run", "memory://bucketddp{}/run"])

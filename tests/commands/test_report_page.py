@@ -135,6 +135,15 @@ def test_the_suggestions_are_those_of_the_summary(driver: Chrome, record: Record
     assert slow.startswith("rank 2 on node0 makes the others wait 15.00 ms, most of it in backward (10.00 ms): ")
     assert accumulate.startswith("accumulate_grad_batches=2, with twice the global batch, would halve the 6.49 ms that")
     assert text(driver, "#suggestions code") == "accumulate_grad_batches=2"
+    alike = {rank: replace(record.ranks[0], run=ours.run) for rank, ours in record.ranks.items()}
+    for ours in alike.values():
+        ours.steps = {
+            n: replace(s, spans=[span for span in s.spans if span.name != "exposed"]) for n, s in ours.steps.items()
+        }
+    show(driver, replace(record, ranks=alike), tmp_path)
+    assert not driver.find_element(By.ID, "advice").is_displayed()
+    assert "none all alike" in " ".join(text(driver, "#numbers").split())
+    assert driver.get_log("browser") == []
 
 
 def test_the_split_is_as_wide_as_the_phases_are_long(page: Chrome) -> None:
@@ -176,6 +185,55 @@ def test_every_rank_has_its_bars_where_its_times_are(page: Chrome) -> None:
     assert (labels["0 ms"], labels["40"]) == (pytest.approx(tracks["x"], abs=1), pytest.approx(at_40_ms, abs=1.5))
 
 
+# By how many pixels labels reach beyond what holds them, and the page beyond the window, at most.
+_CUT = """
+const beyond = (label, holder) => {
+  const [inner, outer] = [label.getBoundingClientRect(), holder.getBoundingClientRect()];
+  return Math.max(inner.right - outer.right, outer.left - inner.left);
+};
+const axis = [...document.querySelectorAll("#axis span")].map((label) => beyond(label, label.parentElement));
+const plots = [...document.querySelectorAll(".plot text")].map((label) => beyond(label, label.closest("svg")));
+const page = document.documentElement;
+return Math.max(...axis, ...plots, page.scrollWidth - page.clientWidth);
+"""
+
+
+def test_it_fits_the_window_and_no_label_of_an_axis_is_cut_off(driver: Chrome, tmp_path: Path) -> None:
+    """At all widths: in some, the last mark is where the axis ends."""
+    many_steps = Recording(steps=range(0, 3 * 10**6, 10**6))
+    show(driver, read_run(many_steps.write(tmp_path / "run")), tmp_path)
+    cut = []
+    for width in range(500, 1700, 100):
+        driver.set_window_size(width, 1000)
+        wait_for_frames(driver)
+        cut.append(driver.execute_script(_CUT))
+    driver.set_window_size(1400, 1000)
+    assert max(cut) <= 0.5
+
+
+def test_what_comes_after_the_wait_is_not_a_backward(driver: Chrome, record: RecordedRun, tmp_path: Path) -> None:
+    """It counts as one, and would be a blue line without a name. A backward that goes on to launch buckets is one."""
+    steps = dict(record.first.steps)
+    data, forward, backward, exposed, optimizer = steps[40].spans
+    middle = exposed.start_s + exposed.seconds / 2
+    rest = [replace(exposed, end_s=middle), replace(backward, start_s=middle, end_s=exposed.end_s)]
+    steps[40] = replace(steps[40], spans=[data, forward, backward, *rest, optimizer])
+    cut_s = steps[30].buckets[2].launched_s
+    backward = steps[30].spans[2]
+    hooked = [replace(backward, end_s=cut_s - 0.002), replace(backward, name="exposed", start_s=cut_s - 0.002)]
+    hooked = [hooked[0], replace(hooked[1], end_s=cut_s - 0.001), replace(backward, start_s=cut_s - 0.001)]
+    steps[30] = replace(steps[30], spans=[*steps[30].spans[:2], *hooked, *steps[30].spans[3:]])
+    show(driver, replace(record, ranks={**record.ranks, 0: replace(record.first, steps=steps)}), tmp_path)
+    assert len(bars(driver, 0, ".backward")) == len(bars(driver, 0, ".finish")) == 1
+    assert "after the wait: buffers, checks" in text(driver, "#legend")
+    hover(driver, driver.find_element(By.CSS_SELECTOR, ".track .finish"))
+    assert tip(driver).startswith("after the wait: buffers, checks, rank 0")
+    assert "counts as\nbackward" in tip(driver)
+    driver.find_element(By.ID, "step").send_keys(Keys.ARROW_LEFT)
+    assert len(bars(driver, 0, ".backward")) == 2
+    assert bars(driver, 0, ".finish") == []
+
+
 def test_weights_that_travel_have_bars_and_what_waits_for_them_is_shown(
     driver: Chrome, record: RecordedRun, tmp_path: Path
 ) -> None:
@@ -201,6 +259,47 @@ def test_weights_that_travel_have_bars_and_what_waits_for_them_is_shown(
     assert driver.get_log("browser") == []
 
 
+def test_every_rank_has_a_colour_of_its_own(driver: Chrome, tmp_path: Path) -> None:
+    many = read_run(Recording(num_ranks=12, slowness={5: 1.2}).write(tmp_path / "run"))
+    show(driver, many, tmp_path)
+    for scheme in ("dark", "light"):
+        prefer_colour_scheme(driver, scheme)
+        strokes = [line.value_of_css_property("stroke") for line in all_of(driver, "#own-plot .curve")]
+        assert len(set(strokes)) == 12
+    curves = all_of(driver, "#own-plot .curve")
+    by_rank = {line.get_attribute("data-rank"): line.value_of_css_property("stroke") for line in curves}
+    entries = all_of(driver, "#history-legend li")
+    assert [entry.text for entry in entries] == [f"rank {rank}" for rank in range(12)]
+    for rows in (entries, all_of(driver, "#ranks tr")[1:]):
+        keys = [row.find_element(By.CSS_SELECTOR, ".key").value_of_css_property("background-color") for row in rows]
+        assert [rgb(colour) for colour in keys] == [rgb(by_rank[str(rank)]) for rank in range(12)]
+
+
+def rgb(colour: str) -> list[str]:
+    return re.findall(r"\d+", colour)[:3]
+
+
+def test_lanes_have_labels_where_there_is_little_room(page: Chrome) -> None:
+    page.set_window_size(500, 1000)
+    wait_for_frames(page)
+    assert [row.text.split("\n") for row in all_of(page, ".rank h3")] == [
+        ["rank 0", "node0"],
+        ["rank 1", "node0"],
+        ["rank 2", "slowest"],
+    ]
+    labels = [
+        {bar.get_attribute("class"): bar.text for bar in rank.find_elements(By.CSS_SELECTOR, ".compute > div")}
+        for rank in all_of(page, ".rank")
+    ]
+    buckets = [bar.text for bar in all_of(page, ".rank .reduction")]
+    page.set_window_size(1400, 1000)
+    for of_rank in labels:
+        assert of_rank["data"] == of_rank["optimizer"] == ""  # as wide as a letter or two
+        wide = {name: of_rank[name].split(" ")[0] for name in ("forward", "backward", "exposed")}
+        assert wide == {"forward": "forward", "backward": "backward", "exposed": "wait"}
+    assert [label.split(" ")[0] for label in buckets] == ["0", "1", "2", "3"] * 3
+
+
 def test_the_slow_rank_stands_out(page: Chrome) -> None:
     assert [row.text.split("\n")[1] for row in all_of(page, ".rank h3")] == ["node0", "node0", "slowest"]
     assert "Rank 2 took 15.0 ms longer than the others." in text(page, "#step-text")
@@ -213,22 +312,43 @@ def test_the_slow_rank_stands_out(page: Chrome) -> None:
     assert text(page, "#ranks tr:last-child") == f"2 node0 50.0 ms {1e3 * (END_S - TRUE[2].start_s):.1f} ms slowest"
 
 
+def test_the_plan_is_drawn_to_scale(driver: Chrome, record: RecordedRun, tmp_path: Path) -> None:
+    buckets = [RecordedBucket(["big.weight", "big.bias"], [3 * 2**20, 2**20]), RecordedBucket(["small"], [2**20])]
+    show(driver, with_plan(record, *buckets), tmp_path)
+    big, small = (box.rect["width"] for box in all_of(driver, ".bucket"))
+    assert big / small == pytest.approx(4, rel=0.01)
+    weight, bias, _ = (strip.rect["width"] for strip in all_of(driver, ".strip"))
+    assert weight / bias == pytest.approx(3, rel=0.02)
+    hover(driver, all_of(driver, ".strip")[1])
+    assert tip(driver).startswith("big.bias")
+    assert "1.0 MiB" in tip(driver)
+
+
+def plan_of(driver: Chrome, record: RecordedRun, folder: Path, sizes: list[int]) -> list[WebElement]:
+    """The boxes of a plan whose buckets have these sizes."""
+    buckets = [RecordedBucket([f"{index}.weight"], [size]) for index, size in enumerate(sizes)]
+    show(driver, with_plan(record, *buckets), folder)
+    return all_of(driver, ".bucket")
+
+
 def test_a_plan_that_fits_one_row_is_in_one_row_and_a_small_bucket_has_its_number(
     driver: Chrome, record: RecordedRun, tmp_path: Path
 ) -> None:
-    def boxes_of(sizes: list[int]) -> list[WebElement]:
-        buckets = [RecordedBucket([f"{index}.weight"], [size]) for index, size in enumerate(sizes)]
-        show(driver, with_plan(record, *buckets), tmp_path)
-        return all_of(driver, ".bucket")
-
-    boxes = boxes_of([2**20 * (1 + n % 4) for n in range(20)])
+    boxes = plan_of(driver, record, tmp_path, [2**20 * (1 + n % 4) for n in range(20)])
     assert len({box.rect["y"] for box in boxes}) == 1
     first, last, plan = boxes[0].rect, boxes[-1].rect, driver.find_element(By.ID, "plan").rect
     assert last["x"] + last["width"] - first["x"] == pytest.approx(plan["width"], abs=3)
-    boxes = boxes_of([2**10, *[25 * 2**20] * 11])
+    assert "A box is as wide as its bytes. A strip" in text(driver, "#plan-text")
+    boxes = plan_of(driver, record, tmp_path, [2**20] * 100)
+    assert len({box.rect["y"] for box in boxes}) > 1
+    assert all(box.text for box in boxes)
+    boxes = plan_of(driver, record, tmp_path, [2**10, *[25 * 2**20] * 11])
     numbers = [box.text.split()[0].removeprefix("bucket") or box.text.split()[1] for box in boxes]
     assert numbers == [str(n) for n in range(12)]
     assert "small ones are drawn wider, to be seen" in text(driver, "#plan-text")
+    plan_of(driver, record, tmp_path, [2**20])
+    one = "1 bucket, 1.0 MiB. It leaves when all its gradients are there. A strip"
+    assert text(driver, "#plan-text").startswith(one)
 
 
 def test_other_sizes_are_plotted_with_the_plan_in_use_and_the_optimum(page: Chrome) -> None:
@@ -390,7 +510,25 @@ def test_one_rank_alone_has_a_page_and_problems_are_shown(driver: Chrome, tmp_pa
     assert "nothing was reduced" in text(driver, "#plan-text")
 
 
-@pytest.mark.parametrize("model", ["slow_rank", "two_players"])
+@pytest.mark.long
+def test_many_ranks_and_buckets_stay_usable(driver: Chrome, tmp_path: Path) -> None:
+    many = Recording(num_ranks=64, num_buckets=200, bucket_bytes=2**18, steps=range(2), slowness={40: 1.2})
+    show(driver, read_run(many.write(tmp_path / "run")), tmp_path)
+    assert driver.get_log("browser") == []
+    loaded_ms = "const [page] = performance.getEntriesByType('navigation'); return page.loadEventEnd - page.startTime"
+    assert driver.execute_script(loaded_ms) < 20_000
+    assert len(all_of(driver, ".rank")) == 64
+    # Only what can be seen is drawn.
+    assert len(bars(driver, 0, ".reduction")) == 200
+    assert bars(driver, 63, ".reduction") == []
+    driver.find_element(By.ID, "slowest-rank").click()
+    wait_for_frames(driver)
+    assert len(bars(driver, 40, ".reduction")) == 200
+    hover(driver, all_of(driver, ".rank")[40].find_elements(By.CSS_SELECTOR, ".reduction")[100])
+    assert tip(driver).startswith("bucket 1")
+
+
+@pytest.mark.parametrize("model", ["slow_rank", "two_players", "skipping"])
 def test_what_the_monitor_records_can_be_seen(driver: Chrome, model: str, tmp_path: Path) -> None:
     run_on_ranks(fit, directory=tmp_path, model=model, monitor={"every_n_steps": 1})
     record = read_run(find_folder(tmp_path))

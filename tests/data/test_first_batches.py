@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
-from lightning_bucketddp.data.uneven_data import FirstBatches
+from lightning_bucketddp.data.uneven_data import FirstBatches, digest_of
 from lightning_bucketddp.wording import wrap
 from tests.support.cases import for_each
 from tests.support.ranks import run_on_ranks
@@ -21,12 +22,14 @@ from tests.support.scripts.trainers import like_torchrun, make_trainer
 
 
 class Numbers(IterableDataset[Tensor]):
-    def __init__(self, start: int = 0) -> None:
+    """Numbers from `start` on, or random ones."""
+
+    def __init__(self, start: int | None = 0) -> None:
         self._start = start
 
     def __iter__(self) -> Iterator[Tensor]:
         for number in range(40):
-            yield torch.full((3,), float(self._start + number))
+            yield torch.rand(3) if self._start is None else torch.full((3,), float(self._start + number))
 
 
 class Batches:
@@ -45,7 +48,7 @@ class Texts(Dataset[str]):
 
 
 def rows(values: Tensor) -> Any:
-    return TensorDataset(values.expand(20, 3))
+    return TensorDataset(values.expand(20, 3) if values.dim() == 1 else values)
 
 
 def loader_of(kind: str) -> Any:
@@ -53,13 +56,16 @@ def loader_of(kind: str) -> Any:
     different_rows = torch.arange(60.0).reshape(20, 3)
     loaders: dict[str, Any] = {
         "rows": DataLoader(rows(different_rows), batch_size=2),
+        "shuffled rows": DataLoader(rows(different_rows), batch_size=2, shuffle=True),
         "stream": DataLoader(Numbers(), batch_size=2),
         "no DataLoader": Batches(),
+        "random stream": DataLoader(Numbers(None), batch_size=2),
         "several loaders": {"a": DataLoader(rows(different_rows), batch_size=2), "b": DataLoader(Numbers())},
         "equal on two of three ranks": DataLoader(Numbers(100 if rank == 1 else 0), batch_size=2),
         "equal in the first step only": DataLoader(rows(torch.cat([torch.zeros(2, 3), torch.rand(18, 3) + rank])), 2),
         "another stream on each rank": DataLoader(Numbers(100 * rank), batch_size=2),
         "zeros": DataLoader(rows(torch.zeros(3)), batch_size=2),
+        "one sample": DataLoader(rows(torch.tensor([1.0, 2.0, 3.0])), batch_size=2),
         "texts": DataLoader(Texts(), batch_size=2),
     }
     return loaders[kind]
@@ -118,7 +124,9 @@ STREAM = "`train_dataloader` (`DataLoader` over `Numbers`)"
     ("kind", "loaders", "remedy"),
     [
         ("rows", ROWS, SPLIT_ROWS),
+        ("shuffled rows", ROWS, SPLIT_ROWS),
         ("stream", STREAM, SPLIT_STREAM),
+        ("random stream", STREAM, SPLIT_STREAM),
         ("no DataLoader", "`train_dataloader` (`Batches`)", SPLIT_BATCHES),
         ("several loaders", f"{ROWS} and {STREAM}", f"{SPLIT_ROWS} {SPLIT_STREAM}"),
     ],
@@ -147,6 +155,7 @@ def test_the_ranks_with_the_same_data_are_named() -> None:
     [
         # equal by nature
         ("zeros", {}, 3),
+        ("one sample", {}, 3),
         ("equal in the first step only", {}, 2),
         # different, as the first step shows
         ("another stream on each rank", {}, 1),
@@ -163,3 +172,45 @@ def test_the_ranks_with_the_same_data_are_named() -> None:
 def test_nothing_is_said_of_other_data(kind: str, options: dict[str, Any], num_steps: int) -> None:
     for outcome in run_on_ranks(fit, kind=kind, **options):
         assert outcome == ([], num_steps)
+
+
+# --- Digests
+
+
+@dataclass(slots=True)
+class Pair:
+    first: Any
+    second: Any
+
+
+# Batches whose tensors hold numbers from `n` on.
+BATCHES: dict[str, Callable[[int], Any]] = {
+    "large": lambda n: (torch.arange(4 * 3 * 64 * 64.0) + n).reshape(4, 3, 64, 64),
+    "long": lambda n: torch.arange(5000) + n,
+    "a view": lambda n: (torch.arange(1000.0) + n).reshape(10, 100).t()[::3],
+    "expanded": lambda n: (torch.arange(3.0) + n).expand(5000, 3),
+    "bfloat16": lambda n: (torch.arange(9.0) + n).bfloat16(),
+    "bool": lambda n: torch.arange(n, n + 2) > 0,
+    "a number": lambda n: torch.tensor(3 + n),
+    "nested": lambda n: {"a": [torch.arange(3), (torch.arange(2) + n, "text")], "b": None},
+    "dataclass": lambda n: Pair(torch.arange(3) + n, 5),
+}
+
+
+@for_each("kind", BATCHES)
+def test_a_digest_is_of_the_content_and_fits_in_a_float(kind: str) -> None:
+    batch = BATCHES[kind](0)
+    digest = digest_of(batch)
+    assert digest == digest_of(BATCHES[kind](0)) == int(float(digest)) > 0
+    assert digest not in (digest_of(BATCHES[kind](1)), digest_of(batch, before=1))
+
+
+@for_each("batch", [torch.eye(3).to_sparse(), torch.ones(3, dtype=torch.complex64).conj(), torch.ones(3, 0)])
+def test_a_tensor_that_cannot_be_read_is_no_error(batch: Tensor) -> None:
+    assert digest_of(batch) == digest_of(batch)
+
+
+@for_each("batch", ["text", 5, None, ["a", 1], torch.ones(3, device="meta")])
+def test_a_batch_without_tensors_has_no_digest(batch: Any) -> None:
+    assert digest_of(batch) == 0
+    assert digest_of(batch, before=7) == 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -17,14 +18,17 @@ import torch.utils.data
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.step_exchange import CombinedMessages, StepExchange
 from lightning_bucketddp.data.sharded_iterable import IterableSharding, ShardedIterable
+from lightning_bucketddp.data.uneven_data import UnevenData
 from lightning_bucketddp.strategies.fit_state import LoaderPreparation
 from tests.support.cases import for_each
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer, workers_allowed
 
 
@@ -190,6 +194,24 @@ def test_workers_may_be_spawned() -> None:
     assert numbers_in(iter(copied)) == [[5], [7], [9]]
 
 
+def test_a_loader_keeps_its_class_and_its_dataset_is_still_reached() -> None:
+    class OwnLoader(DataLoader[Tensor]):
+        color = "red"
+        owner: str
+
+    loader = OwnLoader(Numbers(10), batch_size=2)
+    loader.owner = "user"
+    dealt = deal(loader)
+    assert isinstance(dealt, OwnLoader)
+    assert (type(dealt).__name__, dealt.color, dealt.owner, dealt.batch_size) == ("OwnLoader", "red", "user", 2)
+    dataset: Any = dealt.dataset
+    assert dataset.num_samples == 10
+    assert not hasattr(dealt.dataset, "missing")
+    # What the user has is as before.
+    assert type(loader) is OwnLoader
+    assert numbers_in(iter(loader))[0] == [0, 1]
+
+
 def test_a_loader_that_was_dealt_is_not_dealt_twice() -> None:
     loaders: Any = LoaderPreparation()
     dealt = DataLoader(Numbers(10), batch_size=None)
@@ -203,6 +225,16 @@ def test_workers_from_before_are_not_kept() -> None:
     loader = DataLoader(Numbers(8), batch_size=2, num_workers=1, persistent_workers=True)
     assert numbers_in(iter(loader)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert numbers_in(iter(deal(loader))) == [[0, 2], [4, 6]]
+
+
+@for_each("loader", [DataLoader(TensorDataset(torch.arange(3))), [1, 2, 3]])
+def test_other_data_is_left_alone(loader: Any) -> None:
+    assert deal(loader) is loader
+
+
+def test_a_stream_without_a_length_has_none() -> None:
+    with pytest.raises(TypeError, match="has no len"):
+        len(deal(DataLoader(Numbers(3))))
 
 
 # --- Datasets that take their part by themselves
@@ -226,11 +258,21 @@ def own_rank() -> int:
     return dist.get_rank()
 
 
+class Inherited(ByRank):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from super().__iter__()
+
+
 class ByArgument(Numbers):
     rank, world_size = 0, 2
 
     def __iter__(self) -> Iterator[Tensor]:
         return itertools.islice(super().__iter__(), self.rank, None, self.world_size)
+
+
+class ByVariable(Numbers):
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.islice(super().__iter__(), int(os.environ.get("RANK", 0)), None, 2)
 
 
 def set_part(_: int) -> None:
@@ -248,7 +290,9 @@ class AsksElsewhere(Numbers):
     [
         (ByWorker(8), {"num_workers": 2}, "`get_worker_info`"),
         (ByRank(8), {}, "`get_rank`"),
+        (Inherited(8), {}, "`get_rank`"),
         (ByArgument(8), {}, "`world_size`"),
+        (ByVariable(8), {}, "`RANK`"),
         (ChainDataset([Numbers(8), ByRank(8)]), {}, "`get_rank`"),
         (Numbers(8), {"num_workers": 2, "worker_init_fn": set_part}, "`get_worker_info`"),
     ],
@@ -268,6 +312,14 @@ def test_nothing_is_said_of_a_dataset_that_reads_everything(dataset: Any) -> Non
     said: list[str] = []
     assert isinstance(deal(DataLoader(dataset), warnings=said).dataset, ShardedIterable)
     assert said == []
+
+
+def test_a_warning_comes_once_however_often_loaders_are_made() -> None:
+    said: list[str] = []
+    sharding = IterableSharding(rank=0, world_size=2, warn=said.append)
+    for _ in range(3):
+        sharding.prepare_loader(DataLoader(ByRank(8)), is_training=False)
+    assert len(said) == 1
 
 
 class SplitByNode(Numbers):
@@ -312,6 +364,14 @@ def test_a_stream_is_read_as_it_is_by_default() -> None:
         assert seen["train"] == batches_of(list(range(22)), 2) * 2
 
 
+@for_each("is_sized", [False, True])
+@on_ranks()
+def test_an_uneven_end_is_explained(is_sized: bool) -> None:
+    error = raised_by(lambda: read(stream=Stream(21, is_sized=is_sized)))
+    # The whole text is tested where data is uneven for other reasons.
+    assert error.startswith("OutOfStepError: Rank 1 has no more data in epoch 0, while rank 0 goes on after 5 batches.")
+
+
 # --- Reading on
 
 
@@ -320,8 +380,10 @@ def test_a_stream_is_read_as_it_is_by_default() -> None:
     [
         # 24 samples are 6 batches per rank and epoch.
         (Stream(24, True, 2, persistent=True, trainer={"max_epochs": 3}), {"step": 2}),
+        (Stream(24, is_sized=True), {"step": 8}),
         (Stream(24), {"step": 3, "after_validation": True}),
         # at the end of an epoch
+        (Stream(24), {"step": 6}),
         (Stream(24, trainer={"limit_train_batches": 4}), {"step": 4}),
         # rank 1 has only 5 batches
         (Stream(21, is_sized=True, options={"uneven_data": True}), {"step": 3}),
@@ -333,3 +395,17 @@ def test_a_run_that_is_resumed_reads_on(stream: Stream, how: dict[str, Any], tmp
         assert before + after == uninterrupted
         assert before
         assert after
+
+
+@on_ranks()
+def test_the_end_of_a_stream_that_was_read_on_is_told_in_time() -> None:
+    exchange = StepExchange(Collectives(torch.device("cpu")))
+    loader = deal(DataLoader(SizedNumbers(12), batch_size=2), rank=dist.get_rank())
+    loader.dataset.num_read, loader.num_batches_read = 4, 1  # a batch of each rank
+    watched = UnevenData(exchange, extends=False).prepare(loader, is_only_loader=lambda _: True)
+    batches = iter(watched)
+    for _ in range(len(watched) - 1):
+        assert exchange.receive() == CombinedMessages()  # nothing yet
+        next(batches)
+    told = exchange.receive()
+    assert [told.least.kind.name, told.greatest.kind.name] == ["OUT_OF_DATA"] * 2

@@ -94,18 +94,12 @@ def fit(*, directory: Path, accumulate: int, module: dict[str, Any], **options: 
 @pytest.mark.parametrize(
     ("module", "accumulate", "options"),
     [
-        pytest.param({}, 1, {}, id="plain"),
         pytest.param({"fails_on": 0, "num_unused": 2}, 1, {}, id="rank zero, unused parameters"),
         pytest.param({}, 2, {}, id="no_sync"),  # batch 4 is the first of two
-        pytest.param({}, 5, {}, id="last of five"),
         pytest.param({"overrides_backward": True}, 1, {}, id="overridden backward"),
-        pytest.param({}, 1, {"shard_optimizer": True}, id="sharded"),
         pytest.param({}, 1, {"reduce_dtype": "int8"}, id="int8"),
-        pytest.param({}, 1, {"overlap": False}, id="no overlap"),
-        pytest.param({}, 1, {"local_steps": 2}, id="local_steps"),
     ],
 )
-@pytest.mark.sampled(4)
 def test_nobody_takes_a_step_in_which_a_backward_failed(
     module: dict[str, Any], accumulate: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -117,10 +111,6 @@ def test_nobody_takes_a_step_in_which_a_backward_failed(
     failed = module.get("fails_on", 1)
     assert "boom" in ended.results[f"seen{failed}"]["error"]
     assert f"Rank {failed} (process" in ended.results[f"seen{1 - failed}"]["error"]
-    if "shard_optimizer" in options:
-        # Each has a shard of the optimizer's state: no rank can save alone.
-        assert not (tmp_path / "rescued").exists()
-        return
     for rank in (0, 1):
         # Blocks of int8 have a scale, which is rounded.
         assert torch.allclose(torch.tensor(ended.results[f"seen{rank}"]["weights"]), torch.tensor(expected), rtol=1e-6)
@@ -130,42 +120,34 @@ def test_nobody_takes_a_step_in_which_a_backward_failed(
     assert weights == ended.results["seen0"]["weights"]
 
 
-def train_with_fabric(*, directory: Path, catches: bool, fails_at: int) -> None:
+def train_with_fabric(*, directory: Path) -> None:
+    """Catch what a backward raises before its first gradient, and go on."""
     fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricBucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB))
     fabric.launch()
-    module = Steps(fails_at=fails_at)
+    module = Steps(fails_at=-1)
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
     model.mark_forward_method("loss")
     errors: list[str] = []
-    try:
-        for step in range(FAILS_IN + 3):
-            optimizer.zero_grad()
-            loss = model.loss(step, fabric.global_rank)
-            try:
-                fabric.backward(loss)
-            except RuntimeError as error:
-                errors.append(str(error))
-                if not catches:
-                    raise
-                continue
+    for step in range(FAILS_IN + 3):
+        optimizer.zero_grad()
+        loss = model.loss(step, fabric.global_rank)
+        try:
+            fabric.backward(loss)
+        except RuntimeError as error:
+            errors.append(str(error))
+        else:
             optimizer.step()
-    finally:
-        weights = [w.tolist() for w in module.weights]
-        write(directory / f"seen{fabric.global_rank}.json", {"weights": weights, "errors": errors})
+    weights = [w.tolist() for w in module.weights]
+    write(directory / f"seen{fabric.global_rank}.json", {"weights": weights, "errors": errors})
 
 
-@pytest.mark.parametrize(("catches", "fails_at"), [(True, 3), (True, -1), (False, 3)])
-@pytest.mark.sampled(2)
-def test_nobody_goes_on_with_fabric_even_if_the_exception_is_caught(
-    catches: bool, fails_at: int, tmp_path: Path
-) -> None:
-    with doomed_ranks(train_with_fabric, directory=tmp_path, catches=catches, fails_at=fails_at) as ranks:
+def test_nobody_goes_on_with_fabric_even_if_the_exception_is_caught(tmp_path: Path) -> None:
+    with doomed_ranks(train_with_fabric, directory=tmp_path) as ranks:
         ended = ranks.wait()
     for rank in (0, 1):
         assert ended.results[f"seen{rank}"]["weights"] == [[-1.0 * FAILS_IN] * 4] * 6
     first, *others = ended.results["seen1"]["errors"]
-    assert first == "boom"
-    assert len(others) == (2 if catches else 0)
+    assert (first, len(others)) == ("boom", 2)
     # Without "boom": a program that catches by text would catch this for the rest of the run.
     assert all("Rank 1 cannot go on: a backward has failed while ranks" in error for error in others)
     assert not any("boom" in error for error in others)
@@ -190,14 +172,13 @@ class Forgiving(Steps):
             optimizer.zero_grad()
 
 
-def fit_and_catch(*, directory: Path, num_batches: int) -> None:
+def fit_and_catch(*, directory: Path) -> None:
     trainer = make_trainer(BucketDDPStrategy(), devices=2, max_epochs=1, callbacks=[Witness(directory)])
-    trainer.fit(Forgiving(), DataLoader(TensorDataset(torch.zeros(2 * num_batches, 1))))
+    trainer.fit(Forgiving(), DataLoader(TensorDataset(torch.zeros(2 * (FAILS_IN + 1), 1))))
 
 
-@pytest.mark.parametrize("num_batches", [FAILS_IN + 3, FAILS_IN + 1], ids=["in the middle", "in the last batch"])
-def test_a_fit_does_not_end_well_after_a_backward_that_all_ranks_have_caught(num_batches: int, tmp_path: Path) -> None:
-    with doomed_ranks(fit_and_catch, directory=tmp_path, num_batches=num_batches) as ranks:
+def test_a_fit_does_not_end_well_after_a_last_backward_that_all_ranks_have_caught(tmp_path: Path) -> None:
+    with doomed_ranks(fit_and_catch, directory=tmp_path) as ranks:
         ended = ranks.wait()
     assert 0 not in ended.exit_codes
     for rank in (0, 1):

@@ -29,14 +29,7 @@ REFUSALS = ("RuntimeError", "ValueError")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a program.
-
-    Attributes:
-        kind: `same`, `refused` or `stopped` where all is well, `no program` where nobody could run it; else what is
-            wrong, in a few words.
-        oracle: what it was compared with.
-        details: what differs, or what was raised.
-    """
+    """What came of a program: `same`, `refused` or `stopped` where all is well; or what is wrong, in a few words."""
 
     kind: str
     oracle: str

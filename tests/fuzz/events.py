@@ -31,15 +31,7 @@ class Accident(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """An event and where it can be had.
-
-    Attributes:
-        place: where in a step it happens.
-        act: what happens.
-        ranks: on which ranks it may happen; None: on all.
-        ddp_can: torch DDP trains programs with it.
-        reference_can: so does one process that computes all ranks' gradients one after the other.
-    """
+    """An event and where it can be had: in torch DDP, and in one process that computes as all ranks do."""
 
     place: str
     act: Act

@@ -44,16 +44,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Program:
-    """A program that trains a small model in two epochs.
-
-    Attributes:
-        loop: who calls backward and the optimizer: Lightning, the module, or a program of its own with Fabric.
-        num_optimizers: two divide the parameters among them.
-        accumulate: batches per step.
-        blocks_sync: gradients are exchanged only in the last batch of a step.
-        num_batches: per epoch.
-        resumes: saves after the first epoch, and goes on as another program.
-        options: of the strategy, where they are not the first ones of `OPTIONS`.
+    """A program that trains a small model in two epochs; gradients are exchanged in the last batch of a step alone
+    where it `blocks_sync`, and one that `resumes` saves after the first epoch, and goes on as another program.
     """
 
     model: str = "mlp"

@@ -1,8 +1,4 @@
-"""Shrinks a program that fails to the fewest blocks.
-
-An event, an option or anything else that is not the default is left out as long as the program fails in the same way.
-Each try takes two trainings, so what leaves out most is tried first.
-"""
+"""Shrinks a program that fails to the fewest blocks, by trials of what leaves out most."""
 
 from __future__ import annotations
 

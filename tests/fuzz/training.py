@@ -32,21 +32,12 @@ LEARNING_RATES = {"sgd": 0.1, "momentum": 0.1, "adam": 0.01}
 
 @dataclass
 class Outcome:
-    """What a rank has at the end of a program, or when that raised.
-
-    Attributes:
-        error: the exception, with its stack; empty if there was none.
-        kinds: the names of its classes.
-        raised_in: the file that has raised it.
-        is_partial: the strategy knows that the weights are not those of any step, and would not save them.
-        values: weights, buffers, optimizers' state, losses and what was logged, by name, as lists.
-        trajectory: the weights after each batch; only where they are what others are compared with.
-    """
+    """What a rank has at the end of a program, or when that raised."""
 
     error: str = ""
     kinds: tuple[str, ...] = ()
     raised_in: str = ""
-    is_partial: bool = False
+    is_partial: bool = False  # the strategy knows that the weights are not those of any step
     values: dict[str, Any] = field(default_factory=dict)
     trajectory: list[dict[str, Any]] = field(default_factory=list)
 

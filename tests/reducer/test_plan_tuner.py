@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +22,9 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.planning.cost import Profile, simulate
 from lightning_bucketddp.planning.optimal_plan import optimal_plan
+from lightning_bucketddp.reducer import plan_cache
+from lightning_bucketddp.reducer.bucket import BufferedBucket
+from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.observer import Clock
 from lightning_bucketddp.reducer.plan_cache import NUM_OBSERVED, NUM_WARM_UP
 from lightning_bucketddp.reducer.reducer import Reducer
@@ -248,7 +253,7 @@ def test_training_across_changes_equals_torch_ddp_and_the_better_plan_stays(trai
         assert ranks[0].description == "12 parameter tensors in 1 bucket (2.07 MiB), computed"
 
 
-@pytest.mark.parametrize("freezes_at", [CHANGED_AT - 2, SETTLED_AT + 1])
+@pytest.mark.parametrize("freezes_at", [CHANGED_AT - 2, CHANGED_AT, SETTLED_AT + 1])
 def test_a_layer_that_is_frozen_meanwhile_begins_anew(freezes_at: int) -> None:
     steps = freezes_at + CHANGED_AT + 2
     ranks = run_on_ranks(train_beside_torch_ddp, training=Training(steps=steps, freezes_at=freezes_at))
@@ -273,6 +278,26 @@ def test_kept_gradients_stay_as_they_are() -> None:
             kept += [(gradient, gradient.clone()) for gradient in gradients]
     reducer.close()
     assert [torch.equal(gradient, copy) for gradient, copy in kept] == [True] * (20 * NUM_PARAMS)
+
+
+@on_ranks()
+def test_old_buffers_are_gone_before_there_are_new_ones() -> None:
+    model, network = Layers().to(device()), VirtualNetwork()
+    reducer = _reducer(model, clock=network, messages=[])
+    ever: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def placement_is_made(*args: Any, **options: Any) -> BucketSet:
+        alive.append(sum(wire() is not None for wire in ever))
+        bucket_set = BucketSet(*args, **options)
+        ever.extend(weakref.ref(bucket.wire) for bucket in bucket_set.buckets if isinstance(bucket, BufferedBucket))
+        return bucket_set
+
+    with patch.object(plan_cache, "BucketSet", placement_is_made), network.passes_time():
+        for step in range(20):
+            _step(reducer, model, model, step)
+    reducer.close()
+    assert alive == [0, 0]
 
 
 @on_ranks()
@@ -329,6 +354,8 @@ def test_plans_that_must_not_depend_on_time_do_not_and_a_deterministic_one_is_th
         {"bucket_cap_mb": 25},
         {"overlap": False},
         {"comm_hook": default_hooks.allreduce_hook},
+        {"bucket_cap_mb": None},
+        {"bucket_cap_mb": [1.0, 5.0]},
     ):
         for rank in run_on_ranks(train_with, **options):
             assert rank.plans == [rank.plans[0]] * 20, options
@@ -337,10 +364,27 @@ def test_plans_that_must_not_depend_on_time_do_not_and_a_deterministic_one_is_th
     assert first_plans[0] == first_plans[1]
 
 
+@on_ranks()
+def test_a_rank_alone_has_nothing_to_tune() -> None:
+    """Each rank in a world of its own."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    model = Layers().to(device())
+    collectives = Collectives(device(), group=groups[dist.get_rank()])
+    # With the default a rank that is alone would have no plan at all.
+    config = ReducerConfig(on_nonfinite="raise")
+    reducer = Reducer(Replicas(model, collectives), config, clock=VirtualNetwork())
+    for step in range(20):
+        _step(reducer, model, model, step)
+        assert len(_plan(reducer)) == 3
+    assert (reducer.stats.num_plans, reducer.profile) == (1, None)
+    reducer.close()
+
+
 # --- With the clock of the machine
 
 
-@pytest.mark.parametrize(("world_size", "reduce_dtype"), [(2, None), (3, "bf16")])
+@pytest.mark.parametrize("reduce_dtype", [None, pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_real_measurements_settle_in_time(world_size: int, reduce_dtype: str | None) -> None:
     ranks = run_on_ranks(train_with, world_size=world_size, virtual=False, reduce_dtype=reduce_dtype)
     for rank in ranks:
@@ -358,7 +402,7 @@ def test_real_measurements_settle_in_time(world_size: int, reduce_dtype: str | N
     assert profile.cost.seconds(2**20) > 0
 
 
-@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
+@pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"])
 def test_what_was_decided_is_shown_to_who_has_configured_no_logging(root: str, tmp_path: Path) -> None:
     lines, on_rank_one = run_on_ranks(lines_on_terminal, root=root, directory=str(tmp_path))
     start, decision = lines

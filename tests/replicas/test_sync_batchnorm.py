@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -150,6 +151,22 @@ def _assert_close(actual: Tensor, expected: Tensor) -> None:
     assert_close(actual.double(), expected.double(), **TOLERANCES.get(actual.dtype, {"rtol": 0, "atol": 0}))
 
 
+def _layer_and_copy() -> tuple[nn.BatchNorm2d, nn.Module]:
+    layer = nn.BatchNorm2d(NUM_CHANNELS).to(device(), torch.float64)
+    return layer, convert_and_copy(layer)
+
+
+def _assert_trains_alone(layer: Any) -> None:
+    """Train on one rank only, which ends in time only if it asks no other."""
+    inputs = random_rows().to(layer.weight.dtype)
+    if dist.get_rank() > 0:
+        return
+    mean = inputs.mean((0, 2, 3), keepdim=True)
+    var = inputs.var((0, 2, 3), keepdim=True, correction=0)
+    weight, bias = (parameter.view(-1, 1, 1) for parameter in (layer.weight, layer.bias))
+    torch.testing.assert_close(layer(inputs), (inputs - mean) / (var + layer.eps).sqrt() * weight + bias)
+
+
 KINDS = [(nn.BatchNorm1d, ()), (nn.BatchNorm1d, (5,)), (nn.BatchNorm2d, (4, 5)), (nn.BatchNorm3d, (2, 3, 4))]
 
 
@@ -182,7 +199,9 @@ def lazy() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "cumulative": lambda: nn.BatchNorm2d(NUM_CHANNELS, momentum=None),
+    "fast": lambda: nn.BatchNorm2d(NUM_CHANNELS, momentum=0.7, eps=0.1),
     "not affine": lambda: nn.BatchNorm2d(NUM_CHANNELS, affine=False),
+    "without statistics": lambda: nn.BatchNorm2d(NUM_CHANNELS, track_running_stats=False),
     "bare": lambda: nn.BatchNorm2d(NUM_CHANNELS, affine=False, momentum=None, track_running_stats=False),
     "without bias": without_bias,
     "used twice": TwiceNormalized,
@@ -200,8 +219,10 @@ def test_trains_like_one_process_with_every_option_and_forward(model: str) -> No
 
 # The class and the dtype of the layer, and what it is trained on.
 PRECISIONS_AND_LAYOUTS: list[tuple[type[nn.Module], torch.dtype, Batches]] = [
+    (nn.BatchNorm2d, torch.float32, Batches(dtype=torch.bfloat16)),
     (nn.BatchNorm2d, torch.bfloat16, Batches((8, 0), dtype=torch.bfloat16, autocast=True)),
     (nn.BatchNorm2d, torch.float32, Batches(dtype=torch.bfloat16, autocast=True)),
+    (nn.BatchNorm2d, torch.float16, Batches(dtype=torch.float16)),
     (nn.BatchNorm2d, torch.float32, Batches((8, 0), dtype=torch.float16)),
     (nn.BatchNorm2d, torch.float32, Batches(dtype=torch.float16, autocast=True)),
     *(
@@ -209,6 +230,7 @@ PRECISIONS_AND_LAYOUTS: list[tuple[type[nn.Module], torch.dtype, Batches]] = [
         for layer_class, size in KINDS[2:]
         for dtype in (torch.float32, torch.bfloat16)
     ),
+    (nn.BatchNorm2d, torch.float64, Batches(layout="strided")),
     (nn.BatchNorm2d, torch.float32, Batches(dtype=torch.bfloat16, layout="strided")),
 ]
 
@@ -240,6 +262,27 @@ def test_compiled_model_trains_like_one_process() -> None:
     one_process = convert_and_copy(model.to(device()).double())
     model.compile(backend="aot_eager")
     assert_same_training(model, one_process)
+
+
+@for_each(
+    ("input_needs_grad", "parameters_need_grad", "expected"),
+    [(True, True, (1, 1)), (False, True, (1, 0)), (True, False, (1, 1))],
+)
+@on_ranks()
+def test_each_pass_costs_at_most_one_collective(
+    input_needs_grad: bool, parameters_need_grad: bool, expected: tuple[int, int]
+) -> None:
+    layer = nn.BatchNorm2d(NUM_CHANNELS).to(device()).requires_grad_(parameters_need_grad)
+    convert_sync_batchnorm(layer, Collectives(device()))
+    inputs = random_rows().requires_grad_(input_needs_grad)
+    with (
+        patch.object(Collectives, "gather", autospec=True, side_effect=Collectives.gather) as gather,
+        patch.object(Collectives, "sum", autospec=True, side_effect=Collectives.sum) as add_up,
+    ):
+        layer(inputs).square().sum().backward()
+    assert (inputs.grad is not None) == input_needs_grad
+    assert (layer.weight.grad is not None) == (layer.bias.grad is not None) == parameters_need_grad
+    assert (gather.call_count, add_up.call_count) == expected
 
 
 @for_each("track_running_stats", [True, False])
@@ -299,11 +342,52 @@ def test_one_value_per_channel_on_all_ranks_together_is_refused_on_each() -> Non
     assert str(refused.value).endswith("Use larger batches, or leave out the last incomplete one (`drop_last=True`).")
 
 
+@on_ranks()
+def test_every_batchnorm_is_converted_and_nothing_else() -> None:
+    layers = nn.BatchNorm1d(2), nn.ModuleDict({"deep": nn.BatchNorm3d(2)}), BatchNormRelu(2), nn.InstanceNorm2d(2)
+    model = nn.Sequential(*layers)
+    convert_sync_batchnorm(model, Collectives(device()))
+    names = ["SyncedBatchNorm1d", "ModuleDict", "SyncedBatchNorm3d", "SyncedBatchNormRelu", "InstanceNorm2d"]
+    assert [type(module).__name__ for module in model.modules()] == ["Sequential", *names]
+
+
 @on_ranks(1)
 def test_one_rank_alone_keeps_ordinary_layers() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), nn.LazyBatchNorm2d())
     convert_sync_batchnorm(model, Collectives(device()))
     assert [type(module) for module in model] == [nn.BatchNorm2d, nn.LazyBatchNorm2d]
+
+
+@on_ranks()
+def test_revert_keeps_every_object_and_the_statistics() -> None:
+    model = TwiceNormalized().to(device())
+    layer, weight, running_var = model.norm, model.norm.weight, model.norm.running_var
+    assert running_var is not None
+    noted: Any = layer
+    noted.note = "mine"
+    called: list[nn.Module] = []
+    layer.register_forward_hook(lambda module, *_: called.append(module))
+    keys = list(model.state_dict())
+
+    convert_sync_batchnorm(model, Collectives(device()))
+    assert type(layer).__name__ == "SyncedBatchNorm2d"
+    assert type(layer).__module__ == nn.BatchNorm2d.__module__
+    assert isinstance(layer, nn.BatchNorm2d)
+    model(random_rows())
+    trained_var = running_var.clone()
+    revert_sync_batchnorm(model)
+
+    assert type(layer) is nn.BatchNorm2d
+    block: Any = model.block
+    assert model.norm is block[1][0] is layer
+    assert layer.weight is weight
+    assert layer.running_var is running_var
+    assert torch.equal(running_var, trained_var)
+    assert not torch.equal(running_var, torch.ones_like(running_var))
+    assert int(layer.num_batches_tracked) == len(called) == 2
+    assert layer.note == "mine"
+    assert list(model.state_dict()) == keys
+    _assert_trains_alone(layer)
 
 
 @for_each("layer_class", [nn.BatchNorm2d, nn.SyncBatchNorm])
@@ -316,6 +400,24 @@ def test_layers_that_are_converted_already_by_us_or_torch_may_be_converted(layer
     assert_same_training(layer, one_process)
     revert_sync_batchnorm(layer)
     assert type(layer) is layer_class
+
+
+@on_ranks()
+def test_deep_copy_is_synchronized_until_the_revert() -> None:
+    """Train a copy of a converted layer; after the layer's revert use it alone, then convert it as well."""
+    layer, one_process = _layer_and_copy()
+    referring: Any = layer
+    referring.references = [layer]
+    copied = copy.deepcopy(layer)
+    assert copied.references == [copied]
+    assert_same_training(copied, one_process)
+    assert layer.num_batches_tracked is not None
+    assert int(layer.num_batches_tracked) == 0
+
+    revert_sync_batchnorm(layer)
+    _assert_trains_alone(copy.deepcopy(copied))
+    convert_sync_batchnorm(copied, Collectives(device()))
+    assert_same_training(copied, one_process)
 
 
 def pickle_trained_layer() -> tuple[list[bytes], Tensor]:
@@ -355,8 +457,7 @@ def test_lazy_layers_are_refused_before_anything_is_converted() -> None:
 
 
 def train_after_the_group_is_gone() -> None:
-    layer = nn.BatchNorm2d(NUM_CHANNELS).to(device(), torch.float64)
-    ordinary = convert_and_copy(layer)
+    layer, ordinary = _layer_and_copy()
     inputs = torch.randn(4 + dist.get_rank(), NUM_CHANNELS, 2, 2, dtype=torch.float64)
     dist.destroy_process_group()
     torch.testing.assert_close(layer(inputs), ordinary(inputs))

@@ -91,8 +91,20 @@ class OutOfPlace(Stepping):
         return gradient
 
 
+class ClearsGradients(Stepping):
+    elementwise = True
+
+    def update(self, param: Any, group: dict[str, Any]) -> Tensor:
+        gradient, param.grad = param.grad, None
+        return gradient
+
+
 class RenamedAdam(torch.optim.Adam):
     """Steps as torch's."""
+
+
+class TakesBack(RenamedAdam):
+    elementwise = False
 
 
 class OwnGroups(torch.optim.Adam):
@@ -114,6 +126,12 @@ def claiming(kind: Make, *, claim: str) -> Make:
         return optimizer
 
     return make
+
+
+def _zero(params: Iterable[Any]) -> Optimizer:
+    optimizer = torch.optim.Adam(params)
+    optimizer.consolidate_state_dict = lambda: None  # type: ignore[attr-defined]
+    return optimizer
 
 
 def _in_warm_up(params: Iterable[Any]) -> Optimizer:
@@ -142,6 +160,7 @@ BY_PARAMETERS: dict[str, Make] = {
     "Muon": Muonlike,
     "LAMB without a norm of all": _lamb,
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "torch's Muon": lambda params: torch.optim.Muon(list(params)[:1]) if hasattr(torch.optim, "Muon") else LARS(params),
     "LARS": LARS,
     "cautious Lion": lambda params: Lion(params, caution=True),
     "claimed": claiming(OwnGroups, claim="per_parameter"),
@@ -149,10 +168,13 @@ BY_PARAMETERS: dict[str, Make] = {
 REFUSED: dict[str, tuple[Make, str, str]] = {
     "LAMB": (GlobalLamb, UNKNOWN, CLAIMS),
     "LBFGS": (torch.optim.LBFGS, UNKNOWN, CLAIMS),
+    "SparseAdam": (torch.optim.SparseAdam, UNKNOWN, CLAIMS),
     "own groups": (OwnGroups, UNKNOWN, CLAIMS),
+    "takes back": (TakesBack, UNKNOWN, CLAIMS),
     "LAMB that claims parameters": (claiming(GlobalLamb, claim="per_parameter"), OVER_PARAMETERS, CLAIMS),
     "LAMB in a warm-up": (_in_warm_up, OVER_PARAMETERS, CLAIMS),
     "LARS that claims elements": (claiming(LARS, claim="elementwise"), OVER_ELEMENTS, CLAIMS),
+    "Muon that claims elements": (claiming(Muonlike, claim="elementwise"), OVER_ELEMENTS, CLAIMS),
     "schedule-free": (
         ScheduleFree,
         "its `train()` changes weights outside of a step, by state of which each rank has a part",
@@ -164,11 +186,18 @@ REFUSED: dict[str, tuple[Make, str, str]] = {
         " instead of changing them in place`",
         CLAIMS,
     ),
+    "clears gradients": (
+        ClearsGradients,
+        "a step of it on small tensors, without a closure, has raised `RuntimeError: It sets gradients to None, which"
+        " other ranks would not see`",
+        CLAIMS,
+    ),
     "differentiable": (
         lambda params: torch.optim.Adam(params, differentiable=True),
         "with `differentiable=True` a gradient flows through its step, but not through an exchange of weights",
         NO_CLAIM,
     ),
+    "zero": (_zero, "it divides its state by itself", NO_CLAIM),
 }
 
 
@@ -215,6 +244,9 @@ def test_trying_leaves_nothing_behind() -> None:
     assert (dict(optimizer.state), hook_calls) == ({}, [])
 
 
+# --- Through Lightning
+
+
 class Module(models.Regression):
     def __init__(self, make: Make) -> None:
         super().__init__()
@@ -224,7 +256,7 @@ class Module(models.Regression):
         return self._make(self.parameters())
 
 
-@for_each("name", ["LAMB", "schedule-free"])
+@for_each("name", ["LAMB", "LAMB that claims parameters", "schedule-free"])
 @on_ranks()
 @like_torchrun()
 def test_an_optimizer_is_refused_on_every_rank_before_training_begins(name: str) -> None:

@@ -59,35 +59,28 @@ def unused_job_id() -> int:
 # --- Nodes of their own
 
 
-@pytest.mark.parametrize(
-    ("processes_per_node", "rate"), [(1, None), (1, "1gbit"), (2, None)], ids=["1", "1-slow_network", "2"]
-)
-@pytest.mark.sampled(1)
-def test_torchrun_starts_processes_on_two_nodes(processes_per_node: int, rate: str | None, tmp_path: Path) -> None:
-    width, world_size = 512, 2 * processes_per_node
-    with two_hosts(rate=rate) as hosts:
-        finished = torchrun(hosts, processes_per_node, width=width, directory=tmp_path)
-        ranks = assert_trained(finished, root="lightning.pytorch", name="bucketddp", world_size=world_size, width=width)
+def test_torchrun_starts_processes_on_two_nodes(tmp_path: Path) -> None:
+    width = 512
+    with two_hosts() as hosts:
+        finished = torchrun(hosts, width=width, directory=tmp_path)
+        ranks = assert_trained(finished, root="lightning.pytorch", name="bucketddp", width=width)
         num_bytes_sent = [host.num_bytes_sent for host in hosts]
-        limits = [host.limit for host in hosts] if rate else []
-    assert [rank["node"] for rank in ranks] == [rank // processes_per_node for rank in range(world_size)]
+    assert [rank["node"] for rank in ranks] == [0, 1]
     assert len({rank["network"] for rank in ranks}) == 2
-    # The gradients went through the cable, and where it is slow, had to wait for it.
+    # The gradients went through the cable.
     num_gradient_bytes = 4 * width * width * ranks[0]["steps"]
     assert all(num_bytes >= num_gradient_bytes for num_bytes in num_bytes_sent)
-    assert all(limit["kind"] == "tbf" and limit["overlimits"] > 0 for limit in limits)
 
 
-def torchrun(hosts: tuple[Host, Host], processes_per_node: int, *, width: int, directory: Path) -> Run:
-    """Train with `processes_per_node` on each of `hosts`."""
+def torchrun(hosts: tuple[Host, Host], *, width: int, directory: Path) -> Run:
     programs = [
         Program(
             [
                 *("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
-                *("--nproc-per-node", str(processes_per_node)),
+                *("--nproc-per-node", "1"),
                 *("--master-addr", hosts[0].address, "--master-port", "29500"),
                 *(SCRIPTS / "fit.py", "bucketddp", "--width", str(width)),
-                *("--num-nodes", "2", "--devices", str(processes_per_node)),
+                *("--num-nodes", "2", "--devices", "1"),
             ],
             within=host.within,
         )

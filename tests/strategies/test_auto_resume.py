@@ -39,7 +39,7 @@ from lightning_bucketddp.strategies.auto_resume import AutoResume, _reopen_csv, 
 from tests.data.test_epoch_position import Numbers
 from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.scripts.evaluations import ByParity
-from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer, workers_allowed
+from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer
 
 
 class Interrupted(Exception):
@@ -57,7 +57,6 @@ class Setting:
     saves_on_exception: bool = True
     checkpoints: dict[str, Any] = field(default_factory=dict)  # options of the `ModelCheckpoint` in the place of ours
     scores: Sequence[float] = ()  # what it logs as `score`, by step
-    plans: bool = False  # asks for the number of steps in `configure_optimizers`, which makes the loaders early
     accumulates: dict[int, int] = field(default_factory=dict)  # so many batches, from which epoch on
     stops: bool = False  # a hook ends the run after the first epoch
     is_manual: bool = False  # optimizes by itself
@@ -161,8 +160,6 @@ class Seeing(LightningModule):
         self.trainer.should_stop = self.setting.stops
 
     def configure_optimizers(self) -> Any:
-        if self.setting.plans:
-            assert self.trainer.estimated_stepping_batches > 0
         optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
         if self.setting.schedule is not None:
             falling = {"scheduler": ExponentialLR(optimizer, 0.5), "interval": self.setting.schedule}
@@ -237,7 +234,7 @@ def fit(
     validates = setting.has_plateau or "val_check_interval" in setting.trainer
     loaders = make_loader(setting), DataLoader(Numbers(4)) if validates else None
     logging.captureWarnings(True)
-    with lines_logged(rank_zero.log.name, "py.warnings", level=logging.INFO) as lines, workers_allowed():
+    with lines_logged(rank_zero.log.name, "py.warnings", level=logging.INFO) as lines:
         try:
             if setting.validates_first:
                 trainer.validate(module, DataLoader(Numbers(4)), verbose=False)
@@ -299,10 +296,6 @@ RESUMED = {
         Setting(schedule="step"),
         [Interruption(2, "optimizer_step"), Interruption(6, "optimizer_step")],
     ),
-    "schedule of epochs": (
-        Setting(schedule="epoch"),
-        [Interruption(2, "optimizer_step"), Interruption(6, "optimizer_step")],
-    ),
     "manual optimization": (Setting(is_manual=True), [Interruption(2, "optimizer_step"), Interruption(9)]),
     "validation": (
         Setting(trainer={"val_check_interval": 3}),
@@ -310,11 +303,7 @@ RESUMED = {
     ),
     "two loaders": (Setting("two"), [Interruption(6), Interruption(12)]),
     "own generator": (Setting("own generator"), [Interruption(6, "on_train_batch_end"), Interruption(9)]),
-    "workers": (Setting("workers", plans=True), [Interruption(9)]),
-    "number of steps": (
-        Setting(trainer={"max_steps": 14}),
-        [Interruption(6, "on_train_batch_end"), Interruption(8), Interruption(10)],
-    ),
+    "workers": (Setting("workers"), [Interruption(9)]),
     # Lightning ends the last epoch once more, and takes the order of samples of the next one but one.
     "number of steps, saved after epochs": (
         Setting(
@@ -330,10 +319,7 @@ RESUMED = {
 }
 
 
-LONG = ("workers", "number of steps")
-
-
-@pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.long if it in LONG else ()) for it in RESUMED])
+@pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.sampled(5)
 def test_each_sample_is_trained_on_once_in_each_epoch(name: str, tmp_path: Path) -> None:
     setting, interruptions = RESUMED[name]

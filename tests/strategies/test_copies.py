@@ -95,8 +95,10 @@ def train(callback: Callback | None, *, sync_batchnorm: bool) -> dict[str, Tenso
     return dict(module.state_dict())
 
 
-@pytest.mark.parametrize("sync_batchnorm", [False, True])
-@pytest.mark.parametrize(("way", "hook"), [("deepcopy", "on_after_backward"), ("pickle", "on_train_batch_end")])
+@pytest.mark.parametrize(
+    ("way", "hook", "sync_batchnorm"),
+    [("deepcopy", "on_after_backward", True), ("pickle", "on_train_batch_end", False)],
+)
 @on_ranks()
 @like_torchrun()
 def test_a_copy_is_independent(way: str, hook: str, sync_batchnorm: bool) -> None:

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.reducer import plan_cache
 from lightning_bucketddp.sharding.shards import ShardOption
+from tests.support.cases import for_each
 from tests.support.jobs.sharding import assert_equal_on_ranks, foreign_shards_spoiled
 from tests.support.ranks import on_ranks, raised_by
 from tests.support.scripts import fabrics
 from tests.support.scripts.models import WIDTH
-from tests.support.scripts.trainers import like_torchrun
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
 
 # Such that a slice is a multiple of what a processor computes at once: it rounds as the whole does.
 HIDDEN = 32
@@ -100,14 +101,14 @@ def run_program(fabric: Any, program: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("shard", "cap_mb", "large"),
-    [(shard, cap_mb, math.inf) for shard in (True, "parameters") for cap_mb in (25.0, 1e-3, 40 / 2**20)]
-    + [(True, 1.0, 64)],  # gradients of so many bytes travel alone
+    # One bucket, one for each parameter, some of both; and gradients of 64 bytes and more alone.
+    [(True, 25.0, math.inf), ("parameters", 1e-3, math.inf), (True, SMALL_BUCKETS_MB, math.inf), (True, 1.0, 64)],
 )
 @on_ranks()
 @like_torchrun()
 def test_any_order_of_moves_gives_the_weights_of_ddp(shard: ShardOption, cap_mb: float, large: float) -> None:
     differ = []
-    for program in [*PROGRAMS.values(), *(random_program(seed) for seed in range(12))]:
+    for program in [*PROGRAMS.values(), *(random_program(seed) for seed in range(8))]:
         expected = run_program(fabrics.make_fabric("ddp_find_unused_parameters_true"), program)
         with foreign_shards_spoiled(), patch.dict(plan_cache._ALONE_FROM_BYTES, cpu=large):
             strategy = FabricStrategy(bucket_cap_mb=cap_mb, shard_optimizer=shard)
@@ -118,7 +119,7 @@ def test_any_order_of_moves_gives_the_weights_of_ddp(shard: ShardOption, cap_mb:
     assert differ == []
 
 
-@pytest.mark.parametrize("shard", [True, "parameters"])
+@for_each("shard", [True, "parameters"])
 @on_ranks()
 @like_torchrun()
 def test_another_memory_format_is_refused_on_every_rank(shard: ShardOption) -> None:

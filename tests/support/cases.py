@@ -3,8 +3,7 @@
     @for_each("size", [0, -1, "many"])
     def test_a_size_that_is_none_is_refused(size: object) -> None: ...
 
-Pytest's own `parametrize` makes a test of each, with fixtures and the look for what it left behind: take that one where
-cases start processes or take long.
+Where cases start processes or take long, take pytest's own `parametrize`.
 """
 
 from __future__ import annotations

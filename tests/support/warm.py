@@ -3,14 +3,9 @@
     subprocess.Popen([warm.python(), "script.py", "argument"])
     subprocess.Popen([warm.python_without_lightning(), "script.py"])  # torch, and what Lightning needs, but not itself
 
-To whoever starts it, and to the script, it is like the interpreter that runs the tests: same arguments, environment,
-files, namespaces, parent, signals and exit status, and `sys.executable` is the warm one again, so that the ranks that a
-script launches or spawns start as fast. Where a fork could make a difference (another option of Python, a variable that
-an import reads, a namespace for processes), it becomes the ordinary interpreter.
-
-What it is not: the process that was started. That one is a small client which hands signals on and ends as the script
-does; the script is its neighbour, which sees the parent of the client as its own (`os.getppid`). And at its end Python
-takes apart what belongs to the script, Lightning and us, but not torch. A test of how torch ends uses `sys.executable`.
+To whoever starts it, and to the script, it is like the interpreter that runs the tests, whose neighbour it is; where a
+fork could make a difference (options of Python, variables that an import reads, a namespace for processes), it becomes
+the ordinary one. At its end torch is not taken apart: a test of how torch ends uses `sys.executable`.
 """
 
 from __future__ import annotations

@@ -125,6 +125,21 @@ class RankZeroBuffer(Regression):
             self.scale *= 0.9 + 0.5 * self.global_rank
 
 
+class LateBuffer(RankZeroBuffer):
+    """Every rank changes another buffer, too, which the first step has registered."""
+
+    late: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(changes_in="training_step")
+        self.register_buffer("late", None)
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        late = torch.ones(1) if self.late is None else self.late
+        self.late = late * (0.9 + 0.5 * self.global_rank)
+        return late * super().training_step(batch)
+
+
 class SpareLayer(Regression):
     """Has a layer that only some ranks use, or none."""
 
