@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.programs import REPOSITORY, run_code, run_code_after_torch
 
 # Prints our names in a registry, with the options of each, and whether the strategy is of its root.
@@ -133,6 +135,7 @@ def test_a_broken_package_is_a_warning_and_lightning_works(tmp_path: Path) -> No
     assert works == "True"
 
 
+@pytest.mark.long
 def test_one_root_is_enough_where_torch_loads_no_entry_points() -> None:
     printed = run_code(
         """

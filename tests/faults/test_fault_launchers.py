@@ -172,9 +172,9 @@ def test_a_rank_may_begin_when_the_one_with_the_store_has_ended(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        ("popen test on_test_end abort", r"Rank 1 \(process \d+\) ended by signal 6"),
-        ("fork fit teardown raise", "ValueError: an accident"),
         ("popen fit on_fit_end raise", r"Rank 1 \(process \d+\) ended with exit status 1"),
+        ("fork fit teardown raise", "ValueError: an accident"),
+        ("popen test on_test_end abort", r"Rank 1 \(process \d+\) ended by signal 6"),
     ],
 )
 @pytest.mark.sampled(2)

@@ -158,8 +158,8 @@ def stop_at_random_moment(number: signal.Signals, targets: tuple[int, ...], dela
     assert completed - saved_step <= 1, told
 
 
-@pytest.mark.parametrize("num_moments", [6, pytest.param(24, marks=pytest.mark.long)])
-def test_signals_at_random_moments(num_moments: int, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_signals_at_random_moments(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")  # shown when it fails
     chance = random.Random(seed)
@@ -173,7 +173,7 @@ def test_signals_at_random_moments(num_moments: int, tmp_path: Path) -> None:
                 chance.uniform(0, 0.6),
                 tmp_path / str(index),
             )
-            for index in range(num_moments)
+            for index in range(24)
         ]
         for trial in trials:
             trial.result()

@@ -432,10 +432,13 @@ def test_a_checkpoint_resumes_with_and_without_sharding_on_any_number_of_ranks(
 # --- Fabric
 
 
+# Dynamo of torch 2.5 cannot read a parameter whose gradient is divided (docs/compatibility.md).
+NOT_SHARDED = ("buffer", "hooks", *(["compiled"] if torch.__version__.startswith("2.5") else []))
+
+
 @pytest.mark.parametrize(
     ("loop", "shard"),
-    [(loop, True) for loop in fabric_tests.LOOPS if not loop.startswith(("buffer", "hooks"))]
-    + [("two_modules", "parameters")],
+    [(loop, True) for loop in fabric_tests.LOOPS if not loop.startswith(NOT_SHARDED)] + [("two_modules", "parameters")],
 )
 @pytest.mark.sampled(4)
 @on_ranks()
