@@ -39,7 +39,7 @@ from lightning_bucketddp.strategies.auto_resume import AutoResume, _reopen_csv, 
 from tests.data.test_epoch_position import Numbers
 from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.scripts.evaluations import ByParity
-from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer
+from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer, workers_allowed
 
 
 class Interrupted(Exception):
@@ -234,7 +234,7 @@ def fit(
     validates = setting.has_plateau or "val_check_interval" in setting.trainer
     loaders = make_loader(setting), DataLoader(Numbers(4)) if validates else None
     logging.captureWarnings(True)
-    with lines_logged(rank_zero.log.name, "py.warnings", level=logging.INFO) as lines:
+    with lines_logged(rank_zero.log.name, "py.warnings", level=logging.INFO) as lines, workers_allowed():
         try:
             if setting.validates_first:
                 trainer.validate(module, DataLoader(Numbers(4)), verbose=False)
