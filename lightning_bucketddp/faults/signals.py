@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -20,13 +21,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.faults.failure import RankFailedError
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.watchdog import SAME_CTRL_C_WITHIN_S, Watchdog
 from lightning_bucketddp.trainer_internals import replace_signal_handlers, slurm_requeue_of, stop_after_batch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
 
 # A main thread that has not run a handler within this is not in Python.
 _HANDLED_WITHIN_S = 1.0
@@ -187,13 +188,14 @@ class StopSignals:
     def _on_stop(self, number: int, _frame: object) -> None:
         is_own = number == signal.SIGTERM and self._is_own
         self._is_own = self._is_own and not is_own
-        if not is_own and (self._watchdog.is_ending or self._progress.end_with is not None):
+        is_ending, end_with = self._watchdog.is_ending, self._progress.end_with
+        if not is_own and (is_ending or end_with is not None):
             self.late_signal = number
-        if self._watchdog.is_ending:
-            return  # a second signal must not spoil the last checkpoint
-        if self._progress.end_with is not None:
-            if self._progress.may_be_interrupted:
-                raise self._progress.end_with()
+            # A second signal must not spoil the last checkpoint, nor the way to it, of which the watchdog knows later.
+            is_ending = is_ending or isinstance(sys.exc_info()[1], RankFailedError)
+        if not is_ending and end_with is not None and self._progress.may_be_interrupted:
+            raise end_with()
+        if is_ending or end_with is not None:
             return
         # Checked here: another rank may have reported the same Ctrl-C before this one has noticed it.
         if number == signal.SIGINT:

@@ -127,10 +127,10 @@ class Watchdog:
 
         Waits until it is settled whether the ranks abort, and returns the first failure.
         """
+        self.shutdown.raised_at = time.monotonic()
         own = Failure.of(error, rank=self.channel.rank, where=self.progress.describe_origin(error))
         if stopped_by:
             own = replace(own, kind=Kind.STOPPED, signal=stopped_by, stack="")
-        self.shutdown.raised_at = time.monotonic()
         is_consequence = isinstance(error, RankFailedError) or self.progress.was_waiting(error)
         text = text_of(error).lower().replace("connection timed out", "")  # that is the kernel's, of a connection
         if is_consequence and ("timed out" in text or "timeout" in text):

@@ -93,7 +93,6 @@ def _count_references() -> tuple[int, int]:
     return in_list, max(map(sys.getrefcount, gradients)) - in_list
 
 
-# They depend on the versions of Python and torch.
 _REFERENCES_IN_LIST, _REFERENCES_OF_GRAD = _count_references()
 
 
@@ -236,7 +235,6 @@ class BufferedBucket:
 
     def count_uses(self) -> None:
         """Count the tensors that use the memory before the user has one of them."""
-        # Measured, because it depends on the interpreter how many references a call itself holds.
         self._uses_of_ours = self._uses.largest()
 
     def give_back(self) -> None:

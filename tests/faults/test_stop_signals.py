@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.faults.failure import Failure, RankFailedError
+from lightning_bucketddp.faults.progress import Progress
 from tests.support.doomed_ranks import Ended, doomed_ranks
 from tests.support.scripts.faults import Fault, fit
 from tests.support.scripts.models import Regression, loader
@@ -135,6 +138,29 @@ def test_signal_waits_for_the_end_of_an_optimizers_step(tmp_path: Path) -> None:
     # Ended in the middle, the optimizer would have taken a step that the trainer has not counted.
     assert checkpoint["optimizer_states"][0]["state"][0]["step"] == checkpoint["global_step"] >= 4
     assert ended.exit_codes == [143, 143]
+
+
+def fit_with_signal_in_failure(*, moment: str, **options: Any) -> None:
+    """Train; a rank that ends because another one has failed receives SIGTERM before the watchdog knows its error."""
+    owner: Any = Failure if moment == "of" else Progress
+    called = getattr(owner, moment)
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(sys.exc_info()[1], RankFailedError):
+            os.kill(os.getpid(), signal.SIGTERM)  # as torchrun sends it
+        return called(*args, **kwargs)
+
+    setattr(owner, moment, signalled)
+    fit(**options)
+
+
+@pytest.mark.parametrize("moment", ["of", "describe"])
+def test_a_signal_while_a_failure_is_being_told_spoils_no_checkpoint(moment: str, tmp_path: Path) -> None:
+    fault = Fault("raise on rank 1, sleep on rank 0", "training_step", rank=None)
+    with doomed_ranks(fit_with_signal_in_failure, moment=moment, directory=tmp_path, fault=fault) as ranks:
+        ended = ranks.wait()
+    assert ended.results["seen0"]["type"] == "RankFailedError", ended.output
+    assert checkpoint_of(tmp_path)["global_step"] == ended.results["seen0"]["step"] == 3
 
 
 def stop_at_random_moment(number: signal.Signals, targets: tuple[int, ...], delay_s: float, directory: Path) -> None:
