@@ -235,7 +235,7 @@ class Weighting:
             # Not of others: they stay as they are, and a divided gradient could not be read.
             self._put_aside = [(param, param.grad.clone()) for param in trained if param.grad is not None]
             for param, _ in self._put_aside if self.by_weight else ():
-                param.grad.zero_()  # type: ignore[union-attr]  # in place: it may be the program's
+                param.grad.detach().zero_()  # type: ignore[union-attr]  # in place: it may be the program's
         has_changed = syncs and trainable != self._trainable
         if has_changed:
             self._trainable = trainable
