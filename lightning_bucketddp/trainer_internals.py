@@ -107,6 +107,8 @@ def sampler_within(sampler: Any) -> Any:
 
 # Counts of a fit.
 
+COUNTS = ("ready", "started", "processed", "completed")  # of batches
+
 
 class SavedProgress(NamedTuple):
     """The counts in a checkpoint, as dictionaries that may be changed."""
@@ -114,6 +116,16 @@ class SavedProgress(NamedTuple):
     epochs: dict[str, Any]
     batches: dict[str, Any]
     optimizer_steps: dict[str, Any]
+
+    def set_batches(self, num_batches: int) -> None:
+        """Have Lightning go on after `num_batches` batches of the epoch."""
+        total, current = self.batches["total"], self.batches["current"]
+        # As if saved at the end of the batch that was going on, which Lightning knows from callbacks; else after one.
+        is_at_end = num_batches > current["processed"] or current["completed"] < current["processed"] == num_batches
+        for name in COUNTS:
+            count = num_batches - (is_at_end and name == "completed")
+            total[name] += count - current[name]
+            current[name] = count
 
 
 def saved_progress(checkpoint: Mapping[str, Any]) -> SavedProgress | None:

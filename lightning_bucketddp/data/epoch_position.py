@@ -34,6 +34,7 @@ from lightning_bucketddp.data.sharded_iterable import is_dealt
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.processes import rank_zero_warn
 from lightning_bucketddp.trainer_internals import (
+    COUNTS,
     combined_loader,
     known_metrics,
     mark_as_begun,
@@ -45,7 +46,6 @@ from lightning_bucketddp.trainer_internals import (
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_COUNTS = ("ready", "started", "processed", "completed")
 # Lightning warns of this for loaders that have no `state_dict`.
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
@@ -231,9 +231,8 @@ class EpochPosition(RunPart):
         has_stepped_alone = batches["current"]["processed"] < num_batches  # without the schedules: an exception came
         # Those that follow a metric: after `on_train_epoch_end`, in which a `ModelCheckpoint` may save.
         is_epoch_ending = epochs["completed"] < epochs["processed"] == epochs["started"]
-        _set_counts(batches, num_batches)
-        if saved["step"] == progress.optimizer_steps["total"]["completed"] + 1:
-            # It was taken, but interrupted before Lightning counted it.
+        progress.set_batches(num_batches)
+        if saved["step"] == progress.optimizer_steps["total"]["completed"] + 1:  # taken, but not counted
             for counts in progress.optimizer_steps.values():
                 counts["completed"] += 1
         is_counted = epochs["started"] == epochs["processed"]
@@ -369,7 +368,7 @@ class EpochPosition(RunPart):
                 batches = self._trainer.fit_loop.epoch_loop.batch_progress
                 shift = num_before - batches.current.processed
                 for counts in (batches.total, batches.current):
-                    for name in _COUNTS:
+                    for name in COUNTS:
                         setattr(counts, name, getattr(counts, name) + shift)
         self._resumed = None
         self._continue_schedules(resumed, resumed.saved["metrics"])
@@ -440,14 +439,3 @@ class EpochPosition(RunPart):
             "loaders": [position.state(num_own, cycles=cycles) for position in self._loaders],
             "metrics": {name: float(known[name]) for name in monitors if name in known},
         }
-
-
-def _set_counts(batches: dict[str, Any], num_batches: int) -> None:
-    """Have Lightning go on after `num_batches` batches of the epoch."""
-    total, current = batches["total"], batches["current"]
-    # As if saved at the end of the batch that was going on, which Lightning knows from callbacks; else after a batch.
-    is_at_end = num_batches > current["processed"] or current["completed"] < current["processed"] == num_batches
-    for name in _COUNTS:
-        count = num_batches - (is_at_end and name == "completed")
-        total[name] += count - current[name]
-        current[name] = count
