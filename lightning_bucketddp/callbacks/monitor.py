@@ -18,14 +18,7 @@ from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Run, Step, Tuning, read_run
 from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import NUM_STEPS, RankNumbers, TypicalStep
-from lightning_bucketddp.recording.writer import (
-    MarkedStep,
-    RecordFile,
-    StepRecorder,
-    metrics_of,
-    plan_of,
-    step_of,
-)
+from lightning_bucketddp.recording.writer import MarkedStep, RecordFile, StepRecorder, metrics_of, plan_of, step_of
 from lightning_bucketddp.reducer.observer import OuterStepStats
 from lightning_bucketddp.reducer.plan_cache import measure_wires
 from lightning_bucketddp.reducer.quantization import measure_codecs

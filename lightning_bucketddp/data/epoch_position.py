@@ -413,9 +413,7 @@ class EpochPosition(RunPart):
         last = self._at_step
         if last is None and not self._trainer.lightning_module.automatic_optimization:
             return None  # the user calls the optimizer's own `step`, which is not noticed
-        if last is None or last.num_epochs != self._num_epochs_begun():
-            return 0
-        return last.num_batches
+        return 0 if last is None or last.num_epochs != self._num_epochs_begun() else last.num_batches
 
     def state(self) -> dict[str, Any] | None:
         """Return what goes into a checkpoint; `generators` of every rank, by rank."""
@@ -425,16 +423,19 @@ class EpochPosition(RunPart):
             self._num_before = 0
             for position in self._loaders:
                 position.take_all()
-        cycles = len(self._loaders) > 1 and mode_of(combined_loader(self._trainer.fit_loop)) == "max_size_cycle"
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        cycles = len(self._loaders) > 1 and mode_of(combined_loader(loop)) == "max_size_cycle"
         num_own = num_batches - self._place_loaders()
-        batches = self._trainer.fit_loop.epoch_loop.batch_progress
+        batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
         is_over = batches.is_last_batch and num_batches == batches.current.ready
-        known = known_metrics(self._trainer)
-        monitors = {it.monitor for it in self._trainer.lr_scheduler_configs if it.reduce_on_plateau}
+        monitors = {it.monitor for it in trainer.lr_scheduler_configs if it.reduce_on_plateau}
+        # At the end of an epoch its means may not be computed yet, for which ranks need each other.
+        computes = monitors and epochs.processed > epochs.completed and not trainer.interrupted
+        known = trainer.callback_metrics if computes else known_metrics(trainer)
         return {
             "num_batches": num_batches,
             "step": None if self._at_step is None else self._at_step.number,
-            "world_size": self._trainer.world_size,
+            "world_size": trainer.world_size,
             "generators": [one.sampler and one.sampler.generator_state(is_over=is_over) for one in self._loaders],
             "loaders": [position.state(num_own, cycles=cycles) for position in self._loaders],
             "metrics": {name: float(known[name]) for name in monitors if name in known},

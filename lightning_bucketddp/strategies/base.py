@@ -35,12 +35,7 @@ from lightning_bucketddp.startup.store import ChildProcesses, StoreAddress, is_o
 from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.fault_handling import FaultHandler
 from lightning_bucketddp.strategies.launchers import HoldsPort
-from lightning_bucketddp.strategies.options import (
-    StartMethod,
-    StrategyOptions,
-    check_devices,
-    option_defaults,
-)
+from lightning_bucketddp.strategies.options import StartMethod, StrategyOptions, check_devices, option_defaults
 from lightning_bucketddp.wording import list_names, pluralize
 
 _EXCHANGED_WITHIN_S = 0.5

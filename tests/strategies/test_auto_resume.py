@@ -59,6 +59,7 @@ class Setting:
     scores: Sequence[float] = ()  # what it logs as `score`, by step
     accumulates: dict[int, int] = field(default_factory=dict)  # so many batches, from which epoch on
     stops: bool = False  # a hook ends the run after the first epoch
+    saves_itself: bool = False  # at the end of each epoch, when nobody has asked for its mean loss yet
     is_manual: bool = False  # optimizes by itself
     validates_first: bool = False  # before the fit
     has_plateau: bool = False  # validates, with a loss that never gets smaller, which its learning rate follows
@@ -158,6 +159,8 @@ class Seeing(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.trainer.should_stop = self.setting.stops
+        if self.setting.saves_itself:
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/checkpoints/{self.current_epoch}.ckpt")
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
@@ -222,7 +225,7 @@ def fit(
         BucketDDPStrategy(auto_resume=True, rank_seeds=True, global_batch_size=setting.global_batch_size),
         max_epochs=setting.num_epochs if "max_steps" not in setting.trainer else None,
         default_root_dir=directory,
-        enable_checkpointing=True,
+        enable_checkpointing=not setting.saves_itself,
         callbacks=[*saving, saves] if setting.saves else saving,
         logger=[CSVLogger(directory, "logs"), TensorBoardLogger(directory, "board")] if has_logger else False,
         log_every_n_steps=1,
@@ -584,3 +587,12 @@ def test_a_schedule_that_follows_the_loss_of_training_does_without_it_after_the_
     for undisturbed, [_, resumed] in ranks:
         assert resumed.begun_at == 7
         assert resumed.seen == {1: undisturbed.seen[1]}
+
+
+def test_a_schedule_that_follows_the_loss_of_training_gets_that_of_the_epoch(tmp_path: Path) -> None:
+    saves: dict[str, Any] = {"saves_itself": True, "saves_on_exception": False}
+    setting = Setting(has_plateau=True, follows="of training", num_epochs=3, **saves)
+    ranks = run_on_ranks(interrupt_and_resume, directory=tmp_path, setting=setting, interruptions=[Interruption(15)])
+    for undisturbed, [_, resumed] in ranks:
+        assert resumed.begun_at == 14
+        assert all(map(torch.equal, resumed.weights, undisturbed.weights))
