@@ -362,6 +362,11 @@ class SparseBucket:
         grad = self.params[0].grad
         if grad is None:
             return [0]
+        if not grad.is_sparse:
+            raise ValueError(
+                f"The weight of an `Embedding(..., sparse=True)`, of shape {tuple(grad.shape)}, has a dense gradient,"
+                " because something else uses it, too. Pass `sparse=False`."
+            )
         self.gradient = grad.coalesce()
         return []
 

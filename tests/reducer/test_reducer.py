@@ -391,6 +391,14 @@ def test_a_late_gradient_is_refused_and_without_overlap_none_is_late() -> None:
 
 
 @on_ranks()
+def test_a_sparse_weight_that_something_else_uses_is_refused() -> None:
+    embedding = nn.Embedding(5, 4, sparse=True, device=device())
+    reducer = build_reducer(embedding)
+    with pytest.raises(ValueError, match=r"of shape \(5, 4\), has a dense gradient.*Pass `sparse=False`"):
+        _backward(reducer, (embedding(torch.arange(5, device=device())) @ embedding.weight.T).sum())
+
+
+@on_ranks()
 def test_a_network_that_is_toggled_off_is_not_communicated() -> None:
     """As by `toggle_optimizer`; nothing is planned again."""
     torch.manual_seed(3)
