@@ -15,7 +15,7 @@ from lightning_bucketddp.processes import rank_zero_warn
 from lightning_bucketddp.reducer.nonfinite import StepWithheld, drop_gradients, withhold_nonfinite
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, NOTHING, graphs_split, outside_of_graphs
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.strategies.fit_state import set_up_model
+from lightning_bucketddp.strategies.fit_state import divide_optimizers, set_up_model
 
 if TYPE_CHECKING:
     from lightning_bucketddp.recording.writer import MarkedStep, StepRecorder
@@ -86,6 +86,8 @@ def begin_batch(strategy: TrainerStrategy, batch_idx: int) -> None:
     # Layers may have been added or replaced between epochs. In each batch this would cost more than a small model.
     if batch_idx == 0 and replicas is not None and replicas.are_outdated(module):
         set_up_model(strategy, module)
+    if (shards := strategy.shards) is not None and not all(map(shards.of, strategy.optimizers)):
+        divide_optimizers(strategy, module)  # the program has set others
     for part in strategy._parts:
         part.begin_batch(batch_idx)
 

@@ -115,6 +115,14 @@ class KeepsGraphs(Plain):
         loss.backward(create_graph=self.trainer.fit_loop.batch_idx % 2 == 0)
 
 
+class OtherOptimizer(Plain):
+    """Goes on with another optimizer after three steps."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.global_step == 3:
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
 class PostHooks(Plain):
     """Has hooks around steps from `configure_optimizers` on: rows are normalised, and an average is kept."""
 
@@ -187,6 +195,7 @@ EXACT = {
     "step_skipped_for_a_nan": Program(NotFinite, accumulate, {"on_nonfinite": "skip"}),
     "hooks_around_steps": Program(PostHooks),
     "graphs_of_gradients": Program(KeepsGraphs, accumulate),
+    "optimizer_replaced": Program(OtherOptimizer),
 }
 # But for the order in which numbers are added, or rounded.
 ROUNDED: dict[str, Program] = {
