@@ -164,7 +164,7 @@ def _identity(file: Any) -> tuple[int, int, int]:
 class ReplaceableProcesses(ProcessContext):
     """The processes of all ranks, as torch starts them; `at_most` so many times one that died is replaced.
 
-    They are replaced as long as that of rank 0 lives. A process that has raised ends the run instead.
+    They are replaced as long as none has ended well. A process that has raised ends the run instead.
     """
 
     def __init__(
@@ -177,18 +177,19 @@ class ReplaceableProcesses(ProcessContext):
         self._num_left = at_most
 
     def join(self, timeout: float | None = None, *args: Any, **options: Any) -> bool:  # torch 2.5 has no `grace_period`
-        for sentinel in multiprocessing.connection.wait(self.sentinels, timeout=timeout):
-            rank = self.sentinels[sentinel]
+        ended = multiprocessing.connection.wait(self.sentinels, timeout=timeout)
+        for rank, sentinel in sorted((self.sentinels[sentinel], sentinel) for sentinel in ended):
             self.processes[rank].join()
             status, has_raised = self.processes[rank].exitcode, os.path.exists(self.error_files[rank])
             has_died = status not in (0, *_STOPPED) and not has_raised
-            if has_died and self._num_left > 0 and self.processes[0].is_alive():
+            if has_died and self._num_left > 0 and all(process.exitcode != 0 for process in self.processes):
                 self._num_left -= 1
                 started = self._start(rank)
                 self.processes[rank], self.error_files[rank] = started.processes[0], started.error_files[0]
                 del self.sentinels[sentinel]
                 self.sentinels[self.processes[rank].sentinel] = rank
-                log.warning("bucketddp: process %d takes the place of rank %d.", self.processes[rank].pid, rank)
+                text = "bucketddp: process %d takes the place of rank %d, which ended with status %d."
+                log.warning(text, self.processes[rank].pid, rank, status)
                 return False
         return bool(super().join(timeout, *args, **options))
 

@@ -32,10 +32,13 @@ def draw(launcher: str, num_ranks: int, rng: random.Random) -> list[dict[str, An
             step = ends.pop()
         elif what == "validation":
             what = "raise"
-        # torchrun starts everybody again when a process is gone, and rank 0's is needed.
+        # torchrun starts everybody again when a process is gone, and a script is rank 0 itself.
         if what in ("kill", "exit") and launcher == "torchrun":
             what = "raise"
-        rank = rng.randrange(1, num_ranks) if what in ("kill", "exit") else rng.choice([*range(num_ranks), None])
+        if what in ("kill", "exit"):
+            rank = rng.randrange(1 if launcher == "popen" else 0, num_ranks)
+        else:
+            rank = rng.choice([*range(num_ranks), None])
         if what == "stuck" and rank is None:
             rank = 1  # where all are stuck, nobody waits
         faults.append({"what": what, "rank": rank, "step": step, "always": False})

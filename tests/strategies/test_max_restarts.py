@@ -105,6 +105,21 @@ def test_a_run_goes_on_after_every_kind_of_fault(
     assert not list((tmp_path / ".bucketddp" / "runs").glob("*.ckpt"))
 
 
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_rank_zero_is_replaced_too_by_a_launcher_that_is_no_rank(
+    start_method: str, without_faults: Any, tmp_path: Path
+) -> None:
+    faults = [fault("kill", rank=0, step=3), fault("kill", step=6), fault("kill", rank=0, step=9)]
+    finished = train(tmp_path, *faults, start_method=start_method)
+    assert weights(finished) == without_faults, finished.output
+    assert_each_sample_once(tmp_path)
+    for rank, num_processes in enumerate((3, 2)):
+        attempts = notes(tmp_path, "attempts", rank)
+        assert [attempt["step"] for attempt in attempts] == [0, 3, 6, 9]
+        assert len({attempt["pid"] for attempt in attempts}) == num_processes
+    assert "takes the place of rank 0, which ended with status -9." in finished.output
+
+
 def test_restarts_that_come_no_further_wait_longer_and_begin_at_the_start_without_a_checkpoint(tmp_path: Path) -> None:
     """With random numbers, and with settings that callbacks change, which raise where they find what they have set."""
     plan: dict[str, Any] = {"rescue": False, "drops": True, "changes_settings": True, "epochs": 1}
