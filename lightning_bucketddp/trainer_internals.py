@@ -164,6 +164,16 @@ def is_log_step(trainer: Trainer) -> bool:
     return bool(known(known(trainer, "_logger_connector"), "should_update_logs"))
 
 
+def logged_steps(trainer: Trainer) -> int:
+    """Return how many steps are behind a fit as loggers count them."""
+    return int(known(trainer.fit_loop.epoch_loop, "_batches_that_stepped"))
+
+
+def set_logged_steps(trainer: Trainer, num_steps: int) -> None:
+    """Have loggers count on from `num_steps`."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = num_steps
+
+
 def log_at_once(trainer: Trainer, metrics: dict[str, Any]) -> None:
     """Give `metrics` to the loggers once. `pl_module.log` would repeat them at the next log step."""
     known(known(trainer, "_logger_connector"), "log_metrics")(metrics)

@@ -37,10 +37,12 @@ from lightning_bucketddp.trainer_internals import (
     COUNTS,
     combined_loader,
     known_metrics,
+    logged_steps,
     mark_as_begun,
     mode_of,
     sampler_within,
     saved_progress,
+    set_logged_steps,
 )
 
 if TYPE_CHECKING:
@@ -177,6 +179,7 @@ class _Step:
     num_epochs: int
     num_batches: int
     number: int | None
+    num_logged: int  # steps as loggers count them, with this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +208,7 @@ class EpochPosition(RunPart):
         self._trainer: Any = None  # a `Trainer`, once a fit has begun
         self._at_step: _Step | None = None
         self._resumed: _Resumed | None = None
+        self._num_logged: int | None = None  # until the first batch of a resumed run: Lightning may be wrong by one
         self._loaders: list[_LoaderPosition] = []
         # The number of the epoch that is resumed, and how many of its batches come before the first of this run.
         self._resumed_epoch: int | None = None
@@ -242,7 +246,8 @@ class EpochPosition(RunPart):
             if is_over:  # Otherwise Lightning ends it again, or does not count the next one as begun.
                 counts["completed"] = counts["processed"] = counts["started"]
                 batches[name]["completed"] = batches[name]["processed"]
-        self._at_step = _Step(epochs["started"], num_batches, saved["step"])
+        self._num_logged = saved["num_logged"]
+        self._at_step = _Step(epochs["started"], num_batches, saved["step"], saved["num_logged"])
         self._resumed_epoch = None if is_end else epochs["started"]
         epoch = epochs["processed"] + (is_end and not is_over)
         due = {("step", False): num_batches, ("epoch", False): epoch if is_end else 0} if has_stepped_alone else {}
@@ -388,6 +393,15 @@ class EpochPosition(RunPart):
             if number and number % config.frequency == 0 and has_metric:
                 module.lr_scheduler_step(config.scheduler, metrics.get(config.monitor))
 
+    def begin_batch(self, batch_idx: int) -> None:
+        if self._num_logged is not None:
+            set_logged_steps(self._trainer, self._num_logged)
+            self._num_logged = None
+
+    def begin_validation(self) -> None:
+        if self._num_logged is not None:  # it belongs to the last batch, which Lightning counts afterwards
+            set_logged_steps(self._trainer, self._num_logged - 1)
+
     def begun(self) -> tuple[int, int]:
         """Return after how many samples, and how many batches, of its epoch this run goes on."""
         is_resumed = self._loaders and self._resumed_epoch == self._num_epochs_begun()
@@ -404,6 +418,7 @@ class EpochPosition(RunPart):
             num_epochs=self._num_epochs_begun(),
             num_batches=self._trainer.fit_loop.epoch_loop.batch_progress.current.ready,
             number=self._trainer.global_step + 1 if is_automatic else None,  # Lightning counts it later
+            num_logged=logged_steps(self._trainer) + 1,
         )
 
     def num_batches_trained(self) -> int | None:
@@ -435,6 +450,7 @@ class EpochPosition(RunPart):
         return {
             "num_batches": num_batches,
             "step": None if self._at_step is None else self._at_step.number,
+            "num_logged": logged_steps(trainer) if self._at_step is None else self._at_step.num_logged,
             "world_size": trainer.world_size,
             "generators": [one.sampler and one.sampler.generator_state(is_over=is_over) for one in self._loaders],
             "loaders": [position.state(num_own, cycles=cycles) for position in self._loaders],

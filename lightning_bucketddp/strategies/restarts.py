@@ -48,6 +48,9 @@ class ModuleAtStart:
     """The state of a module before `fit` that no checkpoint holds, for processes that are not new."""
 
     def __init__(self, module: nn.Module) -> None:
+        from torchmetrics import Metric
+
+        self._metrics = [it for it in module.modules() if isinstance(it, Metric)]
         self._is_training = {it: it.training for it in module.modules()}
         self._is_trained = {param: param.requires_grad for param in module.parameters()}
         self._buffers = [
@@ -65,6 +68,8 @@ class ModuleAtStart:
             param.requires_grad_(is_trained)
         for owner, name, buffer in self._buffers:
             owner._buffers[name] = buffer.clone()
+        for metric in self._metrics:  # before the failure they have counted what is seen again
+            metric.reset()
 
 
 class Restarts:

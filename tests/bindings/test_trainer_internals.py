@@ -256,6 +256,9 @@ def test_what_was_logged(root: Any) -> None:
         internals.log_at_once(trainer, {"ours": 1.0})
 
     trainer = fit(root, observe, logger=Logger())
+    assert internals.logged_steps(trainer) == 2
+    internals.set_logged_steps(trainer, 7)
+    assert internals.logged_steps(trainer) == 7
     assert sorted(steps) == [False, True]
     assert results == {"training_step.loss"}
     assert [entry["ours"] for entry in logged if "ours" in entry] == [1.0, 1.0]

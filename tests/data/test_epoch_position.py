@@ -132,7 +132,9 @@ class Rank:
             lr_scheduler_configs=[],
             _logger_connector=SimpleNamespace(_callback_metrics={}),
             fit_loop=SimpleNamespace(
-                epoch_progress=self.epochs, epoch_loop=SimpleNamespace(batch_progress=self.batches), _restarting=False
+                epoch_progress=self.epochs,
+                epoch_loop=SimpleNamespace(batch_progress=self.batches, _batches_that_stepped=0),
+                _restarting=False,
             ),
         )
         self.trainer = trainer

@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_utilities.core import rank_zero
 from lightning_utilities.core.imports import RequirementCache
 from omegaconf import OmegaConf
@@ -87,11 +88,24 @@ class Outcome:
     resumed_from: str | None = None
     # The samples that it has trained on, by epoch, in order; micro-batches whose gradients are lost are not.
     seen: dict[int, list[int]] = field(default_factory=dict)
+    logged: set[tuple[int, float]] = field(default_factory=set)  # the first samples of batches, by a logger's step
     rates: list[float] = field(default_factory=list)  # the learning rates of the epochs
     weights: list[Tensor] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)  # what was logged about `auto_resume`, and warned
     # What the `ModelCheckpoint` knows: the scores of the best checkpoints by their names, and the best one.
     best: tuple[dict[str, float], str, Any] = ({}, "", None)
+
+
+class Recorder(DummyLogger):
+    """Keeps at which step batches are logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: set[tuple[int, float]] = set()
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:  # type: ignore[override]
+        if "first" in metrics:
+            self.logged.add((step, metrics["first"]))
 
 
 class Seeing(LightningModule):
@@ -127,6 +141,7 @@ class Seeing(LightningModule):
         self._num_batches += 1
         given = batch if isinstance(batch, list) else [batch]
         batches = [torch.as_tensor(one) for one in given if one is not None]
+        self.log("first", given[0].view(-1)[0])
         self._pending += [1000 * number + int(index) for number, one in enumerate(batches) for index in one.view(-1)]
         numbers = torch.cat([one.view(-1) for one in batches]).float()
         if self.setting.scores:
@@ -221,13 +236,14 @@ def fit(
         saving.append(GradientAccumulationScheduler(setting.accumulates))
     options = {"every_n_train_steps": 1, "save_top_k": -1, "save_last": True, **setting.checkpoints}
     saves = ModelCheckpoint(None if has_logger else directory / "checkpoints", filename, **options)
+    recorder = Recorder()
     trainer = make_trainer(
         BucketDDPStrategy(auto_resume=True, rank_seeds=True, global_batch_size=setting.global_batch_size),
         max_epochs=setting.num_epochs if "max_steps" not in setting.trainer else None,
         default_root_dir=directory,
         enable_checkpointing=not setting.saves_itself,
         callbacks=[*saving, saves] if setting.saves else saving,
-        logger=[CSVLogger(directory, "logs"), TensorBoardLogger(directory, "board")] if has_logger else False,
+        logger=[CSVLogger(directory, "logs"), TensorBoardLogger(directory, "board")] if has_logger else recorder,
         log_every_n_steps=1,
         use_distributed_sampler=not setting.loader.startswith("own"),
         **{"num_sanity_val_steps": 0, **setting.trainer},
@@ -251,6 +267,7 @@ def fit(
     return replace(
         module.outcome,
         ended_at=trainer.global_step,
+        logged=recorder.logged,
         weights=[param.detach().clone() for param in module.parameters()],
         messages=[text for text in lines if any(of in text for of in ("`auto_resume`", "resumable", "begins again"))],
         best=(scores, Path(saves.best_model_path).name, saves.best_model_score),
@@ -331,6 +348,8 @@ def test_each_sample_is_trained_on_once_in_each_epoch(name: str, tmp_path: Path)
         assert len(undisturbed.seen) == setting.num_epochs
         assert [one.begun_at for one in starts][1:] != [0] * len(interruptions)
         assert joined(starts) == undisturbed.seen
+        # A batch that was interrupted after its step is logged by no start.
+        assert set().union(*(one.logged for one in starts)) <= undisturbed.logged
         assert not [text for one in starts for text in one.messages if "not resumable" in text]
         assert starts[-1].ended_at == undisturbed.ended_at
         for ours, theirs in zip(starts[-1].weights, undisturbed.weights, strict=True):

@@ -89,6 +89,7 @@ def test_a_run_goes_on_after_every_kind_of_fault(
     finished = train(tmp_path, *faults, start_method=start_method)
     assert weights(finished) == without_faults, finished.output
     assert_each_sample_once(tmp_path)
+    assert set(notes(tmp_path, "validated", 0)) == {NUM_SAMPLES}
     steps = [fault["step"] for fault in faults]
     attempts = [notes(tmp_path, "attempts", rank) for rank in range(2)]
     assert [attempt["step"] for attempt in attempts[0]] == [0, *steps]

@@ -31,6 +31,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
 
 from lightning_bucketddp import BucketDDPMonitor, BucketDDPStrategy, LocalSteps, MaxRestarts, Timeouts
 
@@ -56,6 +57,7 @@ class Learner(LightningModule):
         self.layers = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
         self.frozen = nn.Parameter(torch.ones(()))
         self.frozen.requires_grad = False
+        self.num_validated = SumMetric()
         self._faults = {number: fault for number, fault in enumerate(faults) if fault.get("fit", fit) == fit}
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
@@ -65,8 +67,14 @@ class Learner(LightningModule):
         return F.mse_loss(self.frozen * self.layers(self.dropout(inputs)), targets)
 
     def validation_step(self, batch: list[Tensor]) -> None:
+        self.num_validated.update(len(batch[0]))
         self._meet_fault("validation")
         self.log("loss", F.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            note("validated", self.num_validated.compute().item(), self.global_rank)
+        self.num_validated.reset()
 
     def on_train_batch_start(self, *args: Any) -> None:
         self.frozen.requires_grad = self.global_step >= 14
