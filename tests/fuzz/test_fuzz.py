@@ -41,7 +41,7 @@ def choose_seeds() -> list[int]:
     unseen = {seed: (blocks & BLOCKS, {*itertools.combinations(sorted(blocks), 2)}) for seed, blocks in drawn.items()}
     chosen: list[int] = []
     while len(chosen) < NUM_PROGRAMS:
-        chosen.append(max(unseen, key=lambda seed: [*map(len, unseen[seed])]))
+        chosen.append(max(unseen, key=lambda seed: [len(it) for it in unseen[seed]]))
         seen_blocks, seen_pairs = unseen.pop(chosen[-1])
         unseen = {seed: (blocks - seen_blocks, pairs - seen_pairs) for seed, (blocks, pairs) in unseen.items()}
     return chosen
