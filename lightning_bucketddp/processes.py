@@ -102,18 +102,21 @@ def variables_by_default(values: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def end_openmp_threads() -> None:
+def end_openmp_threads() -> bool:
     """End the idle threads of OpenMP in this process; the next operation that needs them starts new ones.
 
-    No thread survives a fork, and a forked process of GNU's OpenMP waits for those of its parent for ever.
+    No thread survives a fork, and a forked process of GNU's OpenMP waits for those of its parent for ever. Return False
+    if that is older than OpenMP 5.0, and cannot end them (torch 2.5 and 2.6 on x86-64).
     """
     try:
         loaded = Path("/proc/self/maps").read_text()
     except OSError:  # not Linux
-        return
-    for path in set(_OPENMP.findall(loaded)):
-        with suppress(OSError, AttributeError):  # deleted since; older than OpenMP 5.0
-            ctypes.CDLL(path).omp_pause_resource_all(_OMP_PAUSE_HARD)
+        return True
+    libraries = [ctypes.CDLL(path) for path in set(_OPENMP.findall(loaded)) if os.path.exists(path)]
+    able = [library for library in libraries if hasattr(library, "omp_pause_resource_all")]
+    for library in able:
+        library.omp_pause_resource_all(_OMP_PAUSE_HARD)
+    return able == libraries
 
 
 def end_with_status(status: int) -> None:

@@ -263,11 +263,11 @@ class RankSeeds:
         Creating iterators draws random numbers. A run that was not interrupted creates them at the beginning of each
         epoch, after the checkpoint; a resumed one before `on_train_start` in any case, and later again or not.
         """
-        fit_loop: Any = trainer.fit_loop
-        progress = fit_loop.epoch_progress.current
+        loop: Any = trainer.fit_loop
+        progress = loop.epoch_progress.current
         is_between_epochs = progress.processed == progress.started
         # The condition of Lightning's epoch loop; it has no `is_resuming` before 2.6.
-        creates_again = not fit_loop.restarting and not getattr(fit_loop, "is_resuming", False)
+        creates_again = trainer.current_epoch > 0 and not (loop.restarting or getattr(loop, "is_resuming", False))
         if self._resumed_from is not None and (creates_again or not is_between_epochs):
             set_random_state(self._resumed_from, device)
         self._resumed_from = self._at_start = None

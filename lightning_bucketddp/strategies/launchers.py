@@ -219,8 +219,9 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
             # `MASTER_PORT` is restored, so that the next launch of this program chooses another port.
             with strategy.launched(kwargs.get("trainer"), function, args), launching("MASTER_PORT"):
                 self._open_port(strategy.cluster_environment)
-                if strategy.options.start_method == "fork":
-                    end_openmp_threads()
+                if strategy.options.start_method == "fork" and not end_openmp_threads() and torch.get_num_threads() > 1:
+                    why = "forked ranks hang where they compute with several threads, if this process has done so"
+                    log.warning(wrap(f"bucketddp: before torch 2.7, {why}. Call `torch.set_num_threads(1)` first."))
                 at_most = strategy.options.max_restarts.number
                 replacing = partial(ReplaceableProcesses, at_most=at_most)
                 try:
