@@ -260,6 +260,11 @@ class Reducer:
         return self._hooks.have_arrived
 
     @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward runs in which the module takes part; a rank that is alone cannot tell."""
+        return self.is_alone or self._backward is not None
+
+    @property
     def is_synchronised(self) -> bool:
         """Whether backwards are synchronised: none is within `no_sync`."""
         return self._no_sync_depth == 0

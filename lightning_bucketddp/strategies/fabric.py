@@ -201,21 +201,23 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         if self._checks is not None:
             num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
             self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
-        modules = list(self.reducers) if module is None else [unwrapped(module)]
-        reducers = [self.reducers[module] for module in modules]
-        # With several modules and none of them named, gradients show which take part: unused modules cost nothing.
-        takes_part = len(reducers) == 1
+        # As with `ddp`, also those that are not named; gradients show which take part: unused modules cost nothing.
+        named = None if module is None else unwrapped(module)
+        if len(self.reducers) == 1:
+            [named] = self.reducers
         if self.shards is not None:
             self.shards.begin_backward()  # all ranks call this, whatever modules take part
         with ExitStack() as scopes:
             scopes.enter_context(self._progress.during(BACKWARD))
-            scopes.enter_context(self.ending_all_ranks(*reducers))
-            for reducer in reducers:
-                reducer.finiteness.check_loss(tensor)
-                scopes.enter_context(reducer.backward(takes_part=takes_part))
+            scopes.enter_context(self.ending_all_ranks(*self.reducers.values()))
+            for of_module, reducer in self.reducers.items():
+                scopes.enter_context(reducer.backward(takes_part=of_module is named))
             super().backward(tensor, module, *args, **kwargs)
-            if takes_part and (shared := self._shared_buffers.get(modules[0])) is not None:
-                shared.end_backward(has_gradients=reducers[0].has_gradients)
+            for reducer in self.reducers.values():
+                if reducer.is_in_backward:
+                    reducer.finiteness.check_loss(tensor)
+            if named is not None and (shared := self._shared_buffers.get(named)) is not None:
+                shared.end_backward(has_gradients=self.reducers[named].has_gradients)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Accumulate the gradients of `module` on this rank only, in backwards that run inside."""

@@ -85,6 +85,20 @@ def two_modules(fabric: Any) -> Weights:
     return weights_of(generator, critic)
 
 
+def named_module(fabric: Any) -> Weights:
+    """Name one of two modules in each backward; what the generator's loss gives to the critic is kept and stepped."""
+    generator, generator_optimizer = set_up(fabric)
+    critic, critic_optimizer = set_up(fabric, nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)))
+    for step in range(NUM_STEPS):
+        fabric.backward(loss_of(lambda x: critic(generator(x)), step), model=generator)
+        generator_optimizer.step()
+        generator_optimizer.zero_grad()
+        fabric.backward(loss_of(lambda x: critic(generator(x).detach()), step), model=critic)
+        critic_optimizer.step()
+        critic_optimizer.zero_grad()
+    return weights_of(generator, critic)
+
+
 def idle_rank(fabric: Any) -> Weights:
     """Give rank 1 a loss without any parameter in it, or say the same in a way that torch DDP accepts."""
     module, optimizer = set_up(fabric)
@@ -147,6 +161,7 @@ LOOPS: dict[str, Callable[[Any], Weights]] = {
     "no_backward_sync": accumulate,
     "clip_norm": lambda fabric: accumulate(fabric, max_norm=0.1),
     "two_modules": two_modules,
+    "named_module": named_module,
     "buffer_between_steps": buffer_between_steps,
     "compiled": compiled,
     "idle_rank": idle_rank,
