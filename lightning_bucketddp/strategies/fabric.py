@@ -170,9 +170,10 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Compare the state of `optimizer` between the ranks from now on, or divide it among them."""
-        self._optimizers.append(optimizer)
-        if self.shards is not None:
-            self.shards.add(optimizer)
+        if _is_optimizer(optimizer):
+            if self.shards is not None and self.shards.of(optimizer) is None:
+                self.shards.add(optimizer)
+            self._optimizers.append(optimizer)
         return super().setup_optimizer(optimizer)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -236,6 +237,8 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             withhold_nonfinite(optimizer, checks)
             return loss
 
+        if not _is_optimizer(optimizer):
+            return super().optimizer_step(optimizer, **kwargs)
         with self._progress.during(OPTIMIZER):
             try:
                 if closure is not None:
@@ -331,3 +334,8 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         with suppress(Exception):  # it is in the log
             self._writer.drain()
         super().teardown()
+
+
+def _is_optimizer(optimizer: Any) -> bool:
+    """Return whether this is no scheduler, which `fabric.setup` takes by position and wraps as an optimizer, too."""
+    return hasattr(optimizer, "param_groups")

@@ -99,6 +99,18 @@ def named_module(fabric: Any) -> Weights:
     return weights_of(generator, critic)
 
 
+def scheduler_by_position(fabric: Any) -> Weights:
+    """Give `fabric.setup` a scheduler behind the optimizer, which sets up both alike."""
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    wrapped, optimizer, schedule = fabric.setup(module, optimizer, schedule)
+    for step in range(NUM_STEPS):
+        take_step(fabric, wrapped, optimizer, loss_of(wrapped, step))
+        schedule.step()
+    return [*weights_of(module), {"rates": torch.tensor(schedule.state_dict()["_last_lr"])}]
+
+
 def idle_rank(fabric: Any) -> Weights:
     """Give rank 1 a loss without any parameter in it, or say the same in a way that torch DDP accepts."""
     module, optimizer = set_up(fabric)
@@ -162,6 +174,7 @@ LOOPS: dict[str, Callable[[Any], Weights]] = {
     "clip_norm": lambda fabric: accumulate(fabric, max_norm=0.1),
     "two_modules": two_modules,
     "named_module": named_module,
+    "scheduler_by_position": scheduler_by_position,
     "buffer_between_steps": buffer_between_steps,
     "compiled": compiled,
     "idle_rank": idle_rank,

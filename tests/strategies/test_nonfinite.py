@@ -416,7 +416,8 @@ def test_fabric_skips_no_step_of_another_module() -> None:
         weights.append([list(module.parameters()) for module, _ in trained])
     (first, second), (skipping, other) = weights
     torch.testing.assert_close(other, second, rtol=0, atol=0)
-    assert is_finite(skipping) and not torch.equal(skipping[0], first[0])
+    assert is_finite(skipping)
+    assert not torch.equal(skipping[0], first[0])
 
 
 @for_each("on_nonfinite", ["raise", "warn"])
