@@ -203,6 +203,9 @@ class ShardedOptimizer:
         }
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # torch calls these hooks around the step of Fabric's wrapper, too, once that has been copied.
+        if optimizer is not self.optimizer:
+            return None
         # A class of the user's may call the step that it overrides: torch calls these hooks around both.
         self._num_steps_inside += 1
         if self._num_steps_inside > 1:
@@ -223,7 +226,9 @@ class ShardedOptimizer:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is not self.optimizer:
+            return
         self._num_steps_inside -= 1
         if self._num_steps_inside:
             return

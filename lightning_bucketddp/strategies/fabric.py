@@ -23,6 +23,7 @@ from lightning_bucketddp.config import AUTO, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.evaluation import Part, divided, is_even
 from lightning_bucketddp.faults.progress import BACKWARD, OPTIMIZER, SAVING
 from lightning_bucketddp.processes import rank_zero_info
+from lightning_bucketddp.reducer.grad_hooks import refuse_gradients
 from lightning_bucketddp.reducer.nonfinite import (
     Finiteness,
     StepWithheld,
@@ -103,6 +104,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         self._take_options(arguments)
         self.reducers: dict[nn.Module, Reducer] = {}
         self._shared_buffers: dict[nn.Module, SharedBuffers] = {}
+        self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of modules that were set up
         self._checks: ReplicaComparison | None = None
         self._optimizers: list[Optimizer] = []
         self.shards: Shards | None = None
@@ -168,6 +170,21 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             self._shared_buffers[compiled] = SharedBuffers(module, replicas, lambda: reducer.is_synchronised)
         return self._shared_buffers.get(compiled, module)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FabricStrategy:
+        """Return this strategy for a copy of a module that was set up, which computes, but has no reducer."""
+        copies = [memo[id(module)] for module in (*self.reducers, *self._copies) if id(module) in memo]
+        # Without attributes: the copy is not complete, because the module itself, not what Fabric returned, is copied.
+        for module in [module for module in copies if vars(module) and self.world_size > 1]:
+            kind = type(module).__name__
+            self._copies.add(module)
+            refuse_gradients(
+                module.parameters(),
+                f"This `{kind}` is a copy of a module that `fabric.setup` has returned, and its gradients are not"
+                " averaged over the ranks. To train it, pass its `.module` to `fabric.setup`; otherwise freeze it, or"
+                " call it within `torch.no_grad()`.",
+            )
+        return self
+
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Compare the state of `optimizer` between the ranks from now on, or divide it among them."""
         if _is_optimizer(optimizer):
@@ -222,7 +239,8 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Accumulate the gradients of `module` on this rank only, in backwards that run inside."""
-        return self.reducers[unwrapped(module)].no_sync() if enabled else nullcontext()
+        reducer = self.reducers.get(unwrapped(module))  # None: it is a copy
+        return reducer.no_sync() if enabled and reducer is not None else nullcontext()
 
     def _active_reducers(self) -> list[Reducer]:
         return list(self.reducers.values())

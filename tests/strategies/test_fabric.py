@@ -5,6 +5,7 @@ tests/fuzz draws loops of the common blocks. Here is what users do beside those.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,20 @@ def scheduler_by_position(fabric: Any) -> Weights:
     return [*weights_of(module), {"rates": torch.tensor(schedule.state_dict()["_last_lr"])}]
 
 
+def copied(fabric: Any) -> Weights:
+    """Train with a copy of the module as teacher, which follows it."""
+    module, optimizer = set_up(fabric)
+    take_step(fabric, module, optimizer, loss_of(module, 0))
+    teacher, _ = copy.deepcopy((module, optimizer))
+    for step in range(1, NUM_STEPS):
+        with torch.no_grad():
+            loss = loss_of(teacher, step)
+        take_step(fabric, module, optimizer, (loss_of(module, step) - loss).square())
+        for theirs, ours in zip(teacher.parameters(), module.parameters(), strict=True):
+            theirs.data.lerp_(ours.data, 0.5)
+    return weights_of(module, teacher)
+
+
 def idle_rank(fabric: Any) -> Weights:
     """Give rank 1 a loss without any parameter in it, or say the same in a way that torch DDP accepts."""
     module, optimizer = set_up(fabric)
@@ -174,6 +189,7 @@ LOOPS: dict[str, Callable[[Any], Weights]] = {
     "clip_norm": lambda fabric: accumulate(fabric, max_norm=0.1),
     "two_modules": two_modules,
     "named_module": named_module,
+    "copied": copied,
     "scheduler_by_position": scheduler_by_position,
     "buffer_between_steps": buffer_between_steps,
     "compiled": compiled,
@@ -285,6 +301,22 @@ def test_modules_that_share_parameters_cannot_both_be_set_up() -> None:
         "ValueError: `0.weight` belongs to another module, too, that was set up before: its gradient would be averaged"
         " twice. Set up one module that holds all parameters."
     )
+
+
+@for_each("num_copies", [1, 2])
+@on_ranks()
+@like_torchrun()
+def test_a_copy_cannot_be_trained_before_it_is_set_up(num_copies: int) -> None:
+    fabric = make_fabric("bucketddp")
+    copied, _ = set_up(fabric)
+    for _ in range(num_copies):
+        copied = copy.deepcopy(copied)
+    assert raised_by(lambda: fabric.backward(loss_of(copied, 0))).startswith(
+        "RuntimeError: This `Sequential` is a copy of a module that `fabric.setup` has returned, and its gradients are"
+        " not averaged over the ranks. To train it, pass its `.module` to `fabric.setup`"
+    )
+    expected = train(make_fabric("ddp"), copy.deepcopy(copied.module))
+    torch.testing.assert_close(train(make_fabric("bucketddp"), copied.module), expected, rtol=0, atol=0)
 
 
 @on_ranks()
