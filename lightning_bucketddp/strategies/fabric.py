@@ -160,8 +160,10 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             self._checks = ReplicaComparison(self._collectives, checks, exchange=exchange, has_messages=False)
         finiteness = Finiteness(replicas, self.config, has_scaler=scaler_of(self.precision) is not None)
         compiled = unwrapped(module)
-        if self.shards is not None and compiled in self.reducers:
-            self.shards.forget(set(module.parameters()))
+        if (previous := self.reducers.get(compiled)) is not None:
+            previous.close()
+            if self.shards is not None:
+                self.shards.forget(set(module.parameters()))
         reducer = Reducer(replicas, self.config, maker=self.shards, finiteness=finiteness, report=rank_zero_info)
         self.reducers[compiled] = reducer
         self._weights_at_start[compiled] = severities_of(compiled)
@@ -225,17 +227,19 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             [named] = self.reducers
         if self.shards is not None:
             self.shards.begin_backward()  # all ranks call this, whatever modules take part
+        begun: list[Reducer] = []
         with ExitStack() as scopes:
             scopes.enter_context(self._progress.during(BACKWARD))
             scopes.enter_context(self.ending_all_ranks(*self.reducers.values()))
             for of_module, reducer in self.reducers.items():
-                scopes.enter_context(reducer.backward(takes_part=of_module is named))
+                scopes.enter_context(reducer.backward(takes_part=of_module is named, begun=begun))
             super().backward(tensor, module, *args, **kwargs)
-            for reducer in self.reducers.values():
-                if reducer.is_in_backward:
-                    reducer.finiteness.check_loss(tensor)
+            for reducer in begun:
+                reducer.finiteness.check_loss(tensor)
             if named is not None and (shared := self._shared_buffers.get(named)) is not None:
                 shared.end_backward(has_gradients=self.reducers[named].has_gradients)
+            if len(begun) > 1:
+                begun[0].launch_rest()
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Accumulate the gradients of `module` on this rank only, in backwards that run inside."""

@@ -126,6 +126,14 @@ def copied(fabric: Any) -> Weights:
     return weights_of(module, teacher)
 
 
+def head_replaced(fabric: Any) -> Weights:
+    """Set the module up again, with another last layer."""
+    module = network()
+    train(fabric, module)
+    module[-1] = nn.Linear(8, 1)  # type: ignore[operator]
+    return train(fabric, module)
+
+
 def idle_rank(fabric: Any) -> Weights:
     """Give rank 1 a loss without any parameter in it, or say the same in a way that torch DDP accepts."""
     module, optimizer = set_up(fabric)
@@ -189,6 +197,7 @@ LOOPS: dict[str, Callable[[Any], Weights]] = {
     "clip_norm": lambda fabric: accumulate(fabric, max_norm=0.1),
     "two_modules": two_modules,
     "named_module": named_module,
+    "head_replaced": head_replaced,
     "copied": copied,
     "scheduler_by_position": scheduler_by_position,
     "buffer_between_steps": buffer_between_steps,
@@ -228,6 +237,37 @@ def test_accumulation_reduces_each_bucket_once_per_step() -> None:
     ]
     assert len(reductions_by_bucket) > 1
     assert set(reductions_by_bucket) == {2}
+
+
+class Branches(nn.Module):
+    """A branch is used by rank 0 in some steps, and by rank 1 in others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, 8), nn.Linear(8, 1)
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.last(self.branches[branch](self.first(x).tanh()))
+
+
+def branches_of_two_modules(fabric: Any) -> Weights:
+    torch.manual_seed(dist.get_rank())
+    (first, first_optimizer), (second, second_optimizer) = (set_up(fabric, Branches(width)) for width in (4, 1))
+    for step in range(NUM_STEPS):
+        own, others = (step + dist.get_rank()) % 2, (step // 3 + dist.get_rank()) % 2
+        first_optimizer.zero_grad()
+        take_step(fabric, None, second_optimizer, loss_of(lambda x: second(first(x, own), others), step))  # noqa: B023
+        first_optimizer.step()
+    return weights_of(first, second)
+
+
+@on_ranks()
+@like_torchrun()
+def test_ranks_that_use_different_parts_of_two_modules_equal_ddp() -> None:
+    strategies = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), "ddp_find_unused_parameters_true"
+    ours, ddp = (branches_of_two_modules(make_fabric(strategy)) for strategy in strategies)
+    torch.testing.assert_close(ours, ddp, rtol=0, atol=0)
 
 
 def save_and_load(saved_by: Any, loaded_by: Any, path: Path) -> tuple[Weights, Weights]:
