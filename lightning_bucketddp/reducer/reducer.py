@@ -308,6 +308,7 @@ class Reducer:
 
     def launch_rest(self) -> None:
         """Launch all buckets that are left: the backward has ended well."""
+        self._check_user_collectives()
         if self._backward is not None and self._backward.queue is not None:
             with self._foreign.left_out(), torch.no_grad():
                 self._backward.queue.launch_rest()
@@ -365,7 +366,8 @@ class Reducer:
         """Hold all buckets until the end of backwards if the user communicates (Note: collectives of users)."""
         if self._foreign.count() == self._num_foreign or self._holds:
             return
-        if self._backward is not None and self._backward.queue is not None:
+        # A reducer that did not launch any has not held one back.
+        if self._backward is not None and self._backward.queue is not None and self._begun[0] is self:
             self._backward.queue.check_order()
         self._holds = True
         if self._collectives.rank == 0:

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import lightning_bucketddp
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
+from lightning_bucketddp.comm.collectives import Collectives
 from tests.strategies.test_equals_ddp import mask
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
@@ -268,6 +270,30 @@ def test_ranks_that_use_different_parts_of_two_modules_equal_ddp() -> None:
     strategies = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), "ddp_find_unused_parameters_true"
     ours, ddp = (branches_of_two_modules(make_fabric(strategy)) for strategy in strategies)
     torch.testing.assert_close(ours, ddp, rtol=0, atol=0)
+
+
+def communicating(fabric: Any) -> Weights:
+    """Exchange something within backwards through two modules, but not in the first ones."""
+    generator, generator_optimizer = set_up(fabric)
+    critic, critic_optimizer = set_up(fabric, nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)))
+    for step in range(NUM_STEPS):
+        made = loss_of(generator, step).reshape(1, 1)
+        if step > 1:
+            made.register_hook(lambda gradient: fabric.all_reduce(gradient.clone()))
+        critic_optimizer.zero_grad()
+        take_step(fabric, None, generator_optimizer, critic(made).sum())
+        critic_optimizer.step()
+    return weights_of(generator, critic)
+
+
+@on_ranks()
+@like_torchrun()
+def test_a_program_may_communicate_within_backwards_of_two_modules() -> None:
+    """Also where gradients and the program share a process group, as on a GPU."""
+    expected = communicating(make_fabric("ddp"))
+    with patch.object(Collectives, "gradient_group", lambda self: self):
+        ours = communicating(make_fabric(BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
 def save_and_load(saved_by: Any, loaded_by: Any, path: Path) -> tuple[Weights, Weights]:
