@@ -246,6 +246,11 @@ class ShardedOptimizer:
 
     def _before_load(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take the state out of a checkpoint: each rank keeps that of its shards only."""
+        if not state_dict:
+            raise ValueError(
+                "There is no state to load on this rank: with `shard_optimizer`, `state_dict()` returns all of it on"
+                " rank zero, and {} on the others. Load `fabric.broadcast(state)`."
+            )
         self.loaded = dict(state_dict["state"])
         return {**state_dict, "state": {}}
 
