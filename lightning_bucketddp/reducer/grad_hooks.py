@@ -13,12 +13,12 @@ Note: last hooks
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
@@ -142,6 +142,19 @@ def take_over(parameters: Mapping[str, Tensor]) -> None:
             )
     for owner in owners:
         owner.close()
+
+
+def refuse_gradients(parameters: Iterable[nn.Parameter], text: str) -> None:
+    """Raise in backwards with a gradient for one of `parameters`, until a reducer takes these over."""
+
+    def refuse(param: Tensor) -> None:
+        if param not in _owners:
+            raise RuntimeError(text)
+
+    for param in parameters:
+        if param.is_floating_point() or param.is_complex():
+            with _trainable(param):
+                param.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 def hook_on_node(param: Tensor, on_gradient: Callable[..., None]) -> tuple[Node, RemovableHandle]:

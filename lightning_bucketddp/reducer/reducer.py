@@ -97,6 +97,7 @@ class Reducer:
         # What was trainable in backwards without synchronisation, since the last one with it.
         self.accumulated: tuple[bool, ...] = ()
         self._backward: BackwardPass | None = None
+        self._begun = [self]
         self.factor = 1.0  # what the mean was multiplied by in the last backward that was not captured
         self._failure = ""
         self._index_of = {id(param): index for index, param in enumerate(self.params)}
@@ -151,13 +152,17 @@ class Reducer:
             self.bucket_set.give_back()
 
     @contextmanager
-    def backward(self, *, takes_part: bool = True) -> Iterator[None]:
+    def backward(self, *, takes_part: bool = True, begun: list[Reducer] | None = None) -> Iterator[None]:
         """Run one backward inside; afterwards its gradients are final, even if no parameter took part in it.
 
         Backwards outside of it are not synchronised. If one inside raises, this rank leaves the exchange (Note: failed
         backwards). `takes_part`: the module certainly does, on all ranks; otherwise its first gradient shows it.
+        `begun`: the reducers that have begun this backward, to which this one is added. Only the first launches buckets
+        before its end, because a bucket that is incomplete on one rank would leave behind those of another module.
         """
+        begun = [] if begun is None else begun
         if self.is_alone:
+            begun.append(self)
             self.finiteness.begin()
             self.finiteness.catch_up(self.stats)
             yield
@@ -166,6 +171,7 @@ class Reducer:
         if self._backward is not None:  # it is nested in another one
             yield
             return
+        self._begun = begun
         self.refuse_after_failure()
         self._num_foreign = self._foreign.count()
         if takes_part:
@@ -297,10 +303,18 @@ class Reducer:
                 bucket.collect()
             return
         backward.observer.bucket_ready(bucket_index)
-        if not self._holds:
+        if not self._holds and self._begun[0] is self:
             backward.queue.launch_complete()
 
+    def launch_rest(self) -> None:
+        """Launch all buckets that are left: the backward has ended well."""
+        self._check_user_collectives()
+        if self._backward is not None and self._backward.queue is not None:
+            with self._foreign.left_out(), torch.no_grad():
+                self._backward.queue.launch_rest()
+
     def _begin(self) -> BackwardPass:
+        self._begun.append(self)
         with self._foreign.left_out():
             self.factor = 1.0
             self.finiteness.begin()
@@ -352,7 +366,8 @@ class Reducer:
         """Hold all buckets until the end of backwards if the user communicates (Note: collectives of users)."""
         if self._foreign.count() == self._num_foreign or self._holds:
             return
-        if self._backward is not None and self._backward.queue is not None:
+        # A reducer that did not launch any has not held one back.
+        if self._backward is not None and self._backward.queue is not None and self._begun[0] is self:
             self._backward.queue.check_order()
         self._holds = True
         if self._collectives.rank == 0:

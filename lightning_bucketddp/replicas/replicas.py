@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NoReturn
 
 import torch
@@ -154,6 +155,12 @@ class SharedBuffers(nn.Module):
         self._was_called = False
         self._begin = torch.compiler.disable(self._begin)  # type: ignore[method-assign, no-untyped-call]
         self._end = torch.compiler.disable(self._end)  # type: ignore[method-assign, no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedBuffers:
+        module = deepcopy(self.module, memo)
+        copied = SharedBuffers(module, Replicas(module, self._replicas.collectives), lambda: True)
+        copied._is_due, copied.training = self._is_due, self.training
+        return copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._begin()

@@ -203,6 +203,9 @@ class ShardedOptimizer:
         }
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # torch calls these hooks around the step of Fabric's wrapper, too, once that has been copied.
+        if optimizer is not self.optimizer:
+            return None
         # A class of the user's may call the step that it overrides: torch calls these hooks around both.
         self._num_steps_inside += 1
         if self._num_steps_inside > 1:
@@ -223,7 +226,9 @@ class ShardedOptimizer:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is not self.optimizer:
+            return
         self._num_steps_inside -= 1
         if self._num_steps_inside:
             return
@@ -241,6 +246,11 @@ class ShardedOptimizer:
 
     def _before_load(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take the state out of a checkpoint: each rank keeps that of its shards only."""
+        if not state_dict:
+            raise ValueError(
+                "There is no state to load on this rank: with `shard_optimizer`, `state_dict()` returns all of it on"
+                " rank zero, and {} on the others. Load `fabric.broadcast(state)`."
+            )
         self.loaded = dict(state_dict["state"])
         return {**state_dict, "state": {}}
 

@@ -58,6 +58,11 @@ class Shards:
         """Divide the state of `optimizer` from now on; raise a ValueError if that cannot give the same numbers."""
         is_elementwise = divides_by_elements(optimizer, whole_parameters=self._whole_parameters)
         self.optimizers.append(ShardedOptimizer(optimizer, self._norms, is_elementwise=is_elementwise))
+        try:
+            self._find_optimizers()
+        except ValueError:
+            self.optimizers.pop().close()
+            raise
 
     def forget(self, params: Collection[Tensor]) -> None:
         """Forget the optimizers of `params`, whose module is set up again."""
@@ -72,8 +77,8 @@ class Shards:
 
     def of(self, optimizer: Any) -> ShardedOptimizer | None:
         """Return what divides the state of `optimizer`, which may be wrapped by Lightning."""
-        inner = [optimizer, getattr(optimizer, "_optimizer", None), getattr(optimizer, "optimizer", None)]
-        return next((known for known in self.optimizers if any(known.optimizer is one for one in inner)), None)
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        return next((known for known in self.optimizers if known.optimizer is inner), None)
 
     def divides(self, param: Tensor) -> bool:
         return param in self._layout_of
@@ -201,17 +206,17 @@ class Shards:
         for known in self.optimizers:
             for param in known.params:
                 first = self._optimizer_of.setdefault(param, known)
-                if param in self._layout_of and param not in known.members:
-                    raise ValueError(
-                        f"A parameter of shape {tuple(param.shape)} has gone from one optimizer to another, a"
-                        f" `{type(known.optimizer).__name__}`: its state is divided among the ranks and cannot follow."
-                        " Keep it where it is, or set `shard_optimizer=False`."
-                    )
                 if first is not known:
                     raise ValueError(
                         f"A parameter of shape {tuple(param.shape)} belongs to two optimizers,"
                         f" `{type(first.optimizer).__name__}` and `{type(known.optimizer).__name__}`: its state cannot"
                         " be divided. Give each parameter to one optimizer, or set `shard_optimizer=False`."
+                    )
+                if param in self._layout_of and param not in known.members:
+                    raise ValueError(
+                        f"A parameter of shape {tuple(param.shape)} has gone from one optimizer to another, a"
+                        f" `{type(known.optimizer).__name__}`: its state is divided among the ranks and cannot follow."
+                        " Keep it where it is, or set `shard_optimizer=False`."
                     )
 
     def _known_buckets(self, params: Sequence[nn.Parameter], *, trained: set[nn.Parameter]) -> list[BucketSpec]:

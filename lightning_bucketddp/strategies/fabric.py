@@ -23,6 +23,7 @@ from lightning_bucketddp.config import AUTO, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.evaluation import Part, divided, is_even
 from lightning_bucketddp.faults.progress import BACKWARD, OPTIMIZER, SAVING
 from lightning_bucketddp.processes import rank_zero_info
+from lightning_bucketddp.reducer.grad_hooks import refuse_gradients
 from lightning_bucketddp.reducer.nonfinite import (
     Finiteness,
     StepWithheld,
@@ -103,6 +104,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         self._take_options(arguments)
         self.reducers: dict[nn.Module, Reducer] = {}
         self._shared_buffers: dict[nn.Module, SharedBuffers] = {}
+        self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of modules that were set up
         self._checks: ReplicaComparison | None = None
         self._optimizers: list[Optimizer] = []
         self.shards: Shards | None = None
@@ -158,8 +160,10 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             self._checks = ReplicaComparison(self._collectives, checks, exchange=exchange, has_messages=False)
         finiteness = Finiteness(replicas, self.config, has_scaler=scaler_of(self.precision) is not None)
         compiled = unwrapped(module)
-        if self.shards is not None and compiled in self.reducers:
-            self.shards.forget(set(module.parameters()))
+        if (previous := self.reducers.get(compiled)) is not None:
+            previous.close()
+            if self.shards is not None:
+                self.shards.forget(set(module.parameters()))
         reducer = Reducer(replicas, self.config, maker=self.shards, finiteness=finiteness, report=rank_zero_info)
         self.reducers[compiled] = reducer
         self._weights_at_start[compiled] = severities_of(compiled)
@@ -168,11 +172,27 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             self._shared_buffers[compiled] = SharedBuffers(module, replicas, lambda: reducer.is_synchronised)
         return self._shared_buffers.get(compiled, module)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FabricStrategy:
+        """Return this strategy for a copy of a module that was set up, which computes, but has no reducer."""
+        copies = [memo[id(module)] for module in (*self.reducers, *self._copies) if id(module) in memo]
+        # Without attributes: the copy is not complete, because the module itself, not what Fabric returned, is copied.
+        for module in [module for module in copies if vars(module) and self.world_size > 1]:
+            kind = type(module).__name__
+            self._copies.add(module)
+            refuse_gradients(
+                module.parameters(),
+                f"This `{kind}` is a copy of a module that `fabric.setup` has returned, and its gradients are not"
+                " averaged over the ranks. To train it, pass its `.module` to `fabric.setup`; otherwise freeze it, or"
+                " call it within `torch.no_grad()`.",
+            )
+        return self
+
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Compare the state of `optimizer` between the ranks from now on, or divide it among them."""
-        self._optimizers.append(optimizer)
-        if self.shards is not None:
-            self.shards.add(optimizer)
+        if _is_optimizer(optimizer):
+            if self.shards is not None and self.shards.of(optimizer) is None:
+                self.shards.add(optimizer)
+            self._optimizers.append(optimizer)
         return super().setup_optimizer(optimizer)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -201,25 +221,30 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         if self._checks is not None:
             num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
             self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
-        modules = list(self.reducers) if module is None else [unwrapped(module)]
-        reducers = [self.reducers[module] for module in modules]
-        # With several modules and none of them named, gradients show which take part: unused modules cost nothing.
-        takes_part = len(reducers) == 1
+        # As with `ddp`, also those that are not named; gradients show which take part: unused modules cost nothing.
+        named = None if module is None else unwrapped(module)
+        if len(self.reducers) == 1:
+            [named] = self.reducers
         if self.shards is not None:
             self.shards.begin_backward()  # all ranks call this, whatever modules take part
+        begun: list[Reducer] = []
         with ExitStack() as scopes:
             scopes.enter_context(self._progress.during(BACKWARD))
-            scopes.enter_context(self.ending_all_ranks(*reducers))
-            for reducer in reducers:
-                reducer.finiteness.check_loss(tensor)
-                scopes.enter_context(reducer.backward(takes_part=takes_part))
+            scopes.enter_context(self.ending_all_ranks(*self.reducers.values()))
+            for of_module, reducer in self.reducers.items():
+                scopes.enter_context(reducer.backward(takes_part=of_module is named, begun=begun))
             super().backward(tensor, module, *args, **kwargs)
-            if takes_part and (shared := self._shared_buffers.get(modules[0])) is not None:
-                shared.end_backward(has_gradients=reducers[0].has_gradients)
+            for reducer in begun:
+                reducer.finiteness.check_loss(tensor)
+            if named is not None and (shared := self._shared_buffers.get(named)) is not None:
+                shared.end_backward(has_gradients=self.reducers[named].has_gradients)
+            if len(begun) > 1:
+                begun[0].launch_rest()
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Accumulate the gradients of `module` on this rank only, in backwards that run inside."""
-        return self.reducers[unwrapped(module)].no_sync() if enabled else nullcontext()
+        reducer = self.reducers.get(unwrapped(module))  # None: it is a copy
+        return reducer.no_sync() if enabled and reducer is not None else nullcontext()
 
     def _active_reducers(self) -> list[Reducer]:
         return list(self.reducers.values())
@@ -234,6 +259,8 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             withhold_nonfinite(optimizer, checks)
             return loss
 
+        if not _is_optimizer(optimizer):
+            return super().optimizer_step(optimizer, **kwargs)
         with self._progress.during(OPTIMIZER):
             try:
                 if closure is not None:
@@ -329,3 +356,8 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         with suppress(Exception):  # it is in the log
             self._writer.drain()
         super().teardown()
+
+
+def _is_optimizer(optimizer: Any) -> bool:
+    """Return whether this is no scheduler, which `fabric.setup` takes by position and wraps as an optimizer, too."""
+    return hasattr(optimizer, "param_groups")

@@ -183,15 +183,19 @@ def test_gradients_that_were_accumulated_are_divided(shard: bool | str) -> None:
 # --- Gradients and weights between steps
 
 
+@for_each("is_divided", [False, True])
 @on_ranks()
-def test_a_parameter_of_two_optimizers_is_refused() -> None:
+def test_a_parameter_of_two_optimizers_is_refused(is_divided: bool) -> None:
     run = Run()
     assert run.shards is not None
-    run.shards.add(torch.optim.SGD(run.model[0].parameters(), lr=0.1))  # type: ignore[index]
-    assert raised_by(lambda: run.train([0])) == (
+    if is_divided:
+        run.train([0])
+    second = torch.optim.SGD(run.model[0].parameters(), lr=0.1)  # type: ignore[index]
+    assert raised_by(lambda: run.shards.add(second)) == (  # type: ignore[union-attr]
         "ValueError: A parameter of shape (32, 8) belongs to two optimizers, `AdamW` and `SGD`: its state cannot be"
         " divided. Give each parameter to one optimizer, or set `shard_optimizer=False`."
     )
+    run.train([1])  # as before
 
 
 @pytest.mark.parametrize("shard", [True, "parameters"])

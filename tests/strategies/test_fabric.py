@@ -5,9 +5,11 @@ tests/fuzz draws loops of the common blocks. Here is what users do beside those.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 import lightning_bucketddp
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
+from lightning_bucketddp.comm.collectives import Collectives
 from tests.strategies.test_equals_ddp import mask
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
@@ -85,6 +88,54 @@ def two_modules(fabric: Any) -> Weights:
     return weights_of(generator, critic)
 
 
+def named_module(fabric: Any) -> Weights:
+    """Name one of two modules in each backward; what the generator's loss gives to the critic is kept and stepped."""
+    generator, generator_optimizer = set_up(fabric)
+    critic, critic_optimizer = set_up(fabric, nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)))
+    for step in range(NUM_STEPS):
+        fabric.backward(loss_of(lambda x: critic(generator(x)), step), model=generator)
+        generator_optimizer.step()
+        generator_optimizer.zero_grad()
+        fabric.backward(loss_of(lambda x: critic(generator(x).detach()), step), model=critic)
+        critic_optimizer.step()
+        critic_optimizer.zero_grad()
+    return weights_of(generator, critic)
+
+
+def scheduler_by_position(fabric: Any) -> Weights:
+    """Give `fabric.setup` a scheduler behind the optimizer, which sets up both alike."""
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    wrapped, optimizer, schedule = fabric.setup(module, optimizer, schedule)
+    for step in range(NUM_STEPS):
+        take_step(fabric, wrapped, optimizer, loss_of(wrapped, step))
+        schedule.step()
+    return [*weights_of(module), {"rates": torch.tensor(schedule.state_dict()["_last_lr"])}]
+
+
+def copied(fabric: Any) -> Weights:
+    """Train with a copy of the module as teacher, which follows it."""
+    module, optimizer = set_up(fabric)
+    take_step(fabric, module, optimizer, loss_of(module, 0))
+    teacher, _ = copy.deepcopy((module, optimizer))
+    for step in range(1, NUM_STEPS):
+        with torch.no_grad():
+            loss = loss_of(teacher, step)
+        take_step(fabric, module, optimizer, (loss_of(module, step) - loss).square())
+        for theirs, ours in zip(teacher.parameters(), module.parameters(), strict=True):
+            theirs.data.lerp_(ours.data, 0.5)
+    return weights_of(module, teacher)
+
+
+def head_replaced(fabric: Any) -> Weights:
+    """Set the module up again, with another last layer."""
+    module = network()
+    train(fabric, module)
+    module[-1] = nn.Linear(8, 1)  # type: ignore[operator]
+    return train(fabric, module)
+
+
 def idle_rank(fabric: Any) -> Weights:
     """Give rank 1 a loss without any parameter in it, or say the same in a way that torch DDP accepts."""
     module, optimizer = set_up(fabric)
@@ -147,6 +198,10 @@ LOOPS: dict[str, Callable[[Any], Weights]] = {
     "no_backward_sync": accumulate,
     "clip_norm": lambda fabric: accumulate(fabric, max_norm=0.1),
     "two_modules": two_modules,
+    "named_module": named_module,
+    "head_replaced": head_replaced,
+    "copied": copied,
+    "scheduler_by_position": scheduler_by_position,
     "buffer_between_steps": buffer_between_steps,
     "compiled": compiled,
     "idle_rank": idle_rank,
@@ -184,6 +239,61 @@ def test_accumulation_reduces_each_bucket_once_per_step() -> None:
     ]
     assert len(reductions_by_bucket) > 1
     assert set(reductions_by_bucket) == {2}
+
+
+class Branches(nn.Module):
+    """A branch is used by rank 0 in some steps, and by rank 1 in others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, 8), nn.Linear(8, 1)
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.last(self.branches[branch](self.first(x).tanh()))
+
+
+def branches_of_two_modules(fabric: Any) -> Weights:
+    torch.manual_seed(dist.get_rank())
+    (first, first_optimizer), (second, second_optimizer) = (set_up(fabric, Branches(width)) for width in (4, 1))
+    for step in range(NUM_STEPS):
+        own, others = (step + dist.get_rank()) % 2, (step // 3 + dist.get_rank()) % 2
+        first_optimizer.zero_grad()
+        take_step(fabric, None, second_optimizer, loss_of(lambda x: second(first(x, own), others), step))  # noqa: B023
+        first_optimizer.step()
+    return weights_of(first, second)
+
+
+@on_ranks()
+@like_torchrun()
+def test_ranks_that_use_different_parts_of_two_modules_equal_ddp() -> None:
+    strategies = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), "ddp_find_unused_parameters_true"
+    ours, ddp = (branches_of_two_modules(make_fabric(strategy)) for strategy in strategies)
+    torch.testing.assert_close(ours, ddp, rtol=0, atol=0)
+
+
+def communicating(fabric: Any) -> Weights:
+    """Exchange something within backwards through two modules, but not in the first ones."""
+    generator, generator_optimizer = set_up(fabric)
+    critic, critic_optimizer = set_up(fabric, nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)))
+    for step in range(NUM_STEPS):
+        made = loss_of(generator, step).reshape(1, 1)
+        if step > 1:
+            made.register_hook(lambda gradient: fabric.all_reduce(gradient.clone()))
+        critic_optimizer.zero_grad()
+        take_step(fabric, None, generator_optimizer, critic(made).sum())
+        critic_optimizer.step()
+    return weights_of(generator, critic)
+
+
+@on_ranks()
+@like_torchrun()
+def test_a_program_may_communicate_within_backwards_of_two_modules() -> None:
+    """Also where gradients and the program share a process group, as on a GPU."""
+    expected = communicating(make_fabric("ddp"))
+    with patch.object(Collectives, "gradient_group", lambda self: self):
+        ours = communicating(make_fabric(BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
 def save_and_load(saved_by: Any, loaded_by: Any, path: Path) -> tuple[Weights, Weights]:
@@ -257,6 +367,22 @@ def test_modules_that_share_parameters_cannot_both_be_set_up() -> None:
         "ValueError: `0.weight` belongs to another module, too, that was set up before: its gradient would be averaged"
         " twice. Set up one module that holds all parameters."
     )
+
+
+@for_each("num_copies", [1, 2])
+@on_ranks()
+@like_torchrun()
+def test_a_copy_cannot_be_trained_before_it_is_set_up(num_copies: int) -> None:
+    fabric = make_fabric("bucketddp")
+    copied, _ = set_up(fabric)
+    for _ in range(num_copies):
+        copied = copy.deepcopy(copied)
+    assert raised_by(lambda: fabric.backward(loss_of(copied, 0))).startswith(
+        "RuntimeError: This `Sequential` is a copy of a module that `fabric.setup` has returned, and its gradients are"
+        " not averaged over the ranks. To train it, pass its `.module` to `fabric.setup`"
+    )
+    expected = train(make_fabric("ddp"), copy.deepcopy(copied.module))
+    torch.testing.assert_close(train(make_fabric("bucketddp"), copied.module), expected, rtol=0, atol=0)
 
 
 @on_ranks()

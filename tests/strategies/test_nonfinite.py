@@ -397,6 +397,29 @@ def test_fabric_skips_the_step(loop: str, bad: str) -> None:
     torch.testing.assert_close(train_with_fabric(new_module(), "skip", loop, bad=bad), expected, rtol=0, atol=0)
 
 
+@on_ranks()
+@like_torchrun()
+def test_fabric_skips_no_step_of_another_module() -> None:
+    """The loss of the first of two modules is bad in one step, in which the second one trains, too."""
+    weights = []
+    for bad_step in (-1, 1):
+        fabric, trained = make_fabric(FabricStrategy(on_nonfinite="skip")), []
+        for _ in range(2):
+            module = new_module()
+            trained.append(fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1)))
+        for step, batch in enumerate(Batches()):
+            for index, (module, optimizer) in enumerate(trained):
+                optimizer.zero_grad()
+                is_bad = (fabric.global_rank, index, step) == (1, 0, bad_step)
+                fabric.backward(F.mse_loss(module(batch[0]), batch[1]) * (math.nan if is_bad else 1))
+                optimizer.step()
+        weights.append([list(module.parameters()) for module, _ in trained])
+    (first, second), (skipping, other) = weights
+    torch.testing.assert_close(other, second, rtol=0, atol=0)
+    assert is_finite(skipping)
+    assert not torch.equal(skipping[0], first[0])
+
+
 @for_each("on_nonfinite", ["raise", "warn"])
 @on_ranks()
 @like_torchrun()

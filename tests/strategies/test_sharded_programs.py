@@ -6,6 +6,7 @@ that are taken or left out, gradients that are set to None, to zero or carried o
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from typing import Any
@@ -117,6 +118,31 @@ def test_any_order_of_moves_gives_the_weights_of_ddp(shard: ShardOption, cap_mb:
             assert_equal_on_ranks(weight, name)
         differ += [program] if any(not torch.equal(weights[name], expected[name]) for name in expected) else []
     assert differ == []
+
+
+@for_each("shard", [False, True])
+@on_ranks()
+@like_torchrun()
+def test_a_program_may_go_back_to_a_state_that_it_has_broadcast(shard: ShardOption) -> None:
+    fabric = fabrics.make_fabric(FabricStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard))
+    module = Net()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9))
+    batch, losses = torch.randn(4, WIDTH), []
+    for number in range(6):
+        if number == 2:
+            weights, state = copy.deepcopy(module.state_dict()), copy.deepcopy(optimizer.state_dict())
+        if number == 4:
+            if not state:
+                with pytest.raises(ValueError, match=r"Load `fabric.broadcast\(state\)`"):
+                    optimizer.load_state_dict(state)
+            module.load_state_dict(weights)
+            optimizer.load_state_dict(fabric.broadcast(state))
+        optimizer.zero_grad()
+        loss = model(batch, with_spare=True).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[4:] == losses[2:4]
 
 
 @for_each("shard", [True, "parameters"])
