@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
 from lightning_bucketddp.comm.connections import connection_ids, cut_all_connections
@@ -99,6 +100,8 @@ class Guarded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.strategy.trains_elsewhere = False
         ShortTracebacks.uninstall()
+        if self.in_child:
+            _unshare_metrics([*args, *kwargs.values()])
         try:
             attempt, restarts = partial(self._run, *args, **kwargs), self.strategy.restarts
             return attempt() if restarts is None else restarts.run(attempt)
@@ -132,6 +135,17 @@ class Guarded:
         except BaseException as error:
             self.strategy.end_run_by(error)
             raise
+
+
+def _unshare_metrics(arguments: list[Any]) -> None:
+    """Give this process states of its own: torch spawns with shared memory, and Lightning copies weights alone."""
+    from torchmetrics import Metric
+
+    modules = [module for argument in arguments if isinstance(argument, nn.Module) for module in argument.modules()]
+    for metric in modules:
+        for name in metric._defaults if isinstance(metric, Metric) else ():
+            if isinstance(state := getattr(metric, name), Tensor):
+                setattr(metric, name, state.clone())
 
 
 class SavedPredictions:

@@ -41,7 +41,8 @@ def test_processes_are_forked_and_spawned_and_hand_their_weights_back(tmp_path: 
     names = ["bucketddp_fork", "bucketddp_spawn"]
     finished = run(SCRIPTS / "fit.py", *names, root="lightning.pytorch", directory=tmp_path)
     for name in names:
-        assert_trained(finished, root="lightning.pytorch", name=name)
+        ranks = assert_trained(finished, root="lightning.pytorch", name=name)
+        assert [rank["samples"] for rank in ranks] == [16, 16]  # no rank counts those of another one
         assert finished.results[f"{name}.main0"] == finished.results[f"{name}.rank0"]["weights"]
         assert finished.results[f"{name}.variables0"] == []
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
 
 lightning: Any = import_module(os.environ.get("LIGHTNING_ROOT", "lightning.pytorch"))
 
@@ -27,6 +28,7 @@ class Regression(lightning.LightningModule):
         super().__init__()
         self.layers: Any = nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, 1))
         self._extra_layer_on_rank = extra_layer_on_rank
+        self.num_samples = SumMetric()
 
     def configure_model(self) -> None:
         torch.manual_seed(self.global_rank)
@@ -37,6 +39,7 @@ class Regression(lightning.LightningModule):
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         inputs, targets = batch
+        self.num_samples.update(len(inputs))
         return F.mse_loss(self.layers(inputs), targets)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -53,7 +56,7 @@ class Report(lightning.Callback):
     def __init__(self, run: str = "run") -> None:
         self._run = run
 
-    def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         result = {
             "pid": os.getpid(),
             "directory": os.getcwd(),
@@ -64,6 +67,7 @@ class Report(lightning.Callback):
             "strategy": type(trainer.strategy).__module__,
             "bucket_cap_mb": _bucket_cap_mb(trainer.strategy),
             "weights": weights(pl_module),
+            "samples": float(pl_module.num_samples.sum_value),
         }
         write(f"{self._run}.rank{trainer.global_rank}", result)
 
