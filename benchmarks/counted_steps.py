@@ -45,6 +45,8 @@ class CountedSteps(Limits):
             action()
         synchronize(self._device)
         taken = time.perf_counter() - start
+        # Queued bytes of this rank may be left, which the barrier follows.
+        self._now_on_all_ranks()
         return taken / times, (bytes_sent_on(self.interface) - before) / times
 
     def codecs(self) -> Codecs:
