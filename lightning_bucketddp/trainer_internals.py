@@ -107,7 +107,7 @@ def sampler_within(sampler: Any) -> Any:
 
 # Counts of a fit.
 
-COUNTS = ("ready", "started", "processed", "completed")  # of batches
+_COUNTS = ("ready", "started", "processed", "completed")  # of batches
 
 
 class SavedProgress(NamedTuple):
@@ -122,10 +122,27 @@ class SavedProgress(NamedTuple):
         total, current = self.batches["total"], self.batches["current"]
         # As if saved at the end of the batch that was going on, which Lightning knows from callbacks; else after one.
         is_at_end = num_batches > current["processed"] or current["completed"] < current["processed"] == num_batches
-        for name in COUNTS:
+        for name in _COUNTS:
             count = num_batches - (is_at_end and name == "completed")
             total[name] += count - current[name]
             current[name] = count
+
+    def begin_epochs(self, *, is_over: bool) -> None:
+        """Have Lightning go on with an epoch that has begun; `is_over`: with the next one."""
+        for name, counts in self.epochs.items():
+            counts["ready"] = counts["started"]  # in `on_train_epoch_start`, after which Lightning would end the epoch
+            if is_over:  # Otherwise Lightning ends it again, or does not count the next one as begun.
+                counts["completed"] = counts["processed"] = counts["started"]
+                self.batches[name]["completed"] = self.batches[name]["processed"]
+
+
+def set_batches(trainer: Trainer, num_batches: int) -> None:
+    """Have a fit that begins go on after `num_batches` batches of the epoch."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    shift = num_batches - progress.current.processed
+    for counts in (progress.total, progress.current):
+        for name in _COUNTS:
+            setattr(counts, name, getattr(counts, name) + shift)
 
 
 def saved_progress(checkpoint: Mapping[str, Any]) -> SavedProgress | None:

@@ -34,7 +34,6 @@ from lightning_bucketddp.data.sharded_iterable import is_dealt
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.processes import rank_zero_warn
 from lightning_bucketddp.trainer_internals import (
-    COUNTS,
     combined_loader,
     known_metrics,
     logged_steps,
@@ -42,6 +41,7 @@ from lightning_bucketddp.trainer_internals import (
     mode_of,
     sampler_within,
     saved_progress,
+    set_batches,
     set_logged_steps,
 )
 
@@ -241,11 +241,7 @@ class EpochPosition(RunPart):
                 counts["completed"] += 1
         is_counted = epochs["started"] == epochs["processed"]
         is_over = is_end and (is_counted or batches["current"]["completed"] < num_batches)  # or a validation is left
-        for name, counts in progress.epochs.items():
-            counts["ready"] = counts["started"]  # in `on_train_epoch_start`, after which Lightning would end the epoch
-            if is_over:  # Otherwise Lightning ends it again, or does not count the next one as begun.
-                counts["completed"] = counts["processed"] = counts["started"]
-                batches[name]["completed"] = batches[name]["processed"]
+        progress.begin_epochs(is_over=is_over)
         self._num_logged = saved["num_logged"]
         self._at_step = _Step(epochs["started"], num_batches, saved["step"], saved["num_logged"])
         self._resumed_epoch = None if is_end else epochs["started"]
@@ -370,11 +366,7 @@ class EpochPosition(RunPart):
                 num_before = int(self._trainer.num_training_batches)
             if self._at_step is not None and (not resumed.is_end_of_epoch or num_before > 0):
                 self._at_step = replace(self._at_step, num_batches=num_before)
-                batches = self._trainer.fit_loop.epoch_loop.batch_progress
-                shift = num_before - batches.current.processed
-                for counts in (batches.total, batches.current):
-                    for name in COUNTS:
-                        setattr(counts, name, getattr(counts, name) + shift)
+                set_batches(self._trainer, num_before)
         self._resumed = None
         self._continue_schedules(resumed, resumed.saved["metrics"])
         if resumed.is_within_epoch and self._can_skip:
@@ -397,10 +389,6 @@ class EpochPosition(RunPart):
         if self._num_logged is not None:
             set_logged_steps(self._trainer, self._num_logged)
             self._num_logged = None
-
-    def begin_validation(self) -> None:
-        if self._num_logged is not None:  # it belongs to the last batch, which Lightning counts afterwards
-            set_logged_steps(self._trainer, self._num_logged - 1)
 
     def begun(self) -> tuple[int, int]:
         """Return after how many samples, and how many batches, of its epoch this run goes on."""

@@ -239,6 +239,9 @@ def test_counts_of_a_fit_and_of_its_checkpoint_and_that_a_resumed_one_has_begun(
     trainer = trainer_with(root, callbacks=[calling(root, on_train_start=mark)])
     trainer.fit(model_of(root), ckpt_path=tmp_path / "1.ckpt")
     assert marks == [(True, False)]
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    internals.set_batches(trainer, 5)
+    assert (progress.current.processed, progress.current.completed, progress.total.ready) == (5, 5, 5)
 
 
 def test_what_was_logged(root: Any) -> None:
