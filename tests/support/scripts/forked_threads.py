@@ -22,7 +22,8 @@ def work(fabric: Fabric) -> None:
     faulthandler.dump_traceback_later(20, exit=True)  # where OpenMP waits for ever
     result = compute()
     faulthandler.cancel_dump_traceback_later()
-    print(f"rank {fabric.global_rank} has computed {list(result.shape)}", flush=True)
+    # In one piece: an unbuffered `print` writes the end of the line by itself, and another rank may come between.
+    sys.stdout.write(f"rank {fabric.global_rank} has computed {list(result.shape)}\n")
 
 
 if __name__ == "__main__":
