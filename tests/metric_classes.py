@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 from lightning.pytorch import LightningModule
@@ -141,7 +141,8 @@ def metric_classes() -> dict[str, type[Metric]]:
     for package in PACKAGES:
         module = importlib.import_module(f"torchmetrics.{package}")
         for name, value in vars(module).items():
-            is_metric = inspect.isclass(value) and issubclass(value, Metric) and not inspect.isabstract(value)
+            is_class = isinstance(value, type) and get_origin(value) is None  # for Python 3.10, `tuple[int]` is one
+            is_metric = is_class and issubclass(value, Metric) and not inspect.isabstract(value)
             if is_metric and not name.startswith("Base"):
                 found[f"{package}.{name}"] = value
     return found
