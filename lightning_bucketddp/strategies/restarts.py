@@ -210,7 +210,9 @@ class Restarts:
         phase = failure.where.partition(" of batch ")[0]  # without details, which may differ
         # Where all ranks raise, the first to report it may be another one each time.
         rank = None if failure.kind is Kind.RAISED else failure.rank
-        this = (rank, failure.kind, what, phase, trainer.current_epoch, trainer.fit_loop.batch_idx)
+        # Before the first batch of an epoch Lightning still knows the last one of the epoch before.
+        at = trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx
+        this = (rank, failure.kind, what, phase, *at)
         num_fits, is_lost = AutoResume.num_launches, failure.kind in (Kind.DIED, Kind.LOST)
         if num_fits and is_lost and self._option.min_ranks is None and self._strategy.options.start_method == "popen":
             why = f"this is fit or evaluation {num_fits + 1} of the program, and a new process begins with the first"

@@ -179,11 +179,13 @@ def test_a_later_fit_of_a_program_goes_on_in_the_same_processes_but_not_in_a_new
 
 
 def test_the_verdict_on_a_failure_is_of_that_fit_alone(without_faults: Any, tmp_path: Path) -> None:
-    faults = [{**fault("raise", rank=None, step=3, always=True), "fit": 0}, {**fault("raise", step=5), "fit": 1}]
-    finished = train(tmp_path, *faults, fits=2, catches=True, max_restarts=1)
+    # The last two are at one batch of one epoch, for those who do not count the steps: a new epoch has none at first.
+    later = [{**it, "fit": 1} for it in (fault("epoch", rank=0, step=8), fault("validation", step=16))]
+    faults = [{**fault("raise", rank=None, step=3, always=True), "fit": 0}, *later]
+    finished = train(tmp_path, *faults, fits=2, catches=True, max_restarts=2)
     assert weights(finished) == without_faults, finished.output
     assert finished.output.count("no restart: ") == 1
-    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 1)] == [0, 3, 3, 5]
+    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 1)] == [0, 3, 3, 8, 16]
 
 
 @pytest.mark.parametrize("fault_of_rank_zero", ["kill", "interrupt"])

@@ -5,9 +5,9 @@ RESULTS=directory python goes_on.py '{"start_method": "popen", "faults": [{"what
 What is in the command makes a run: its number of ranks is in RANKS, if another number shall go on with it.
 
 Faults come one after the other, each once, when its rank begins the step: `kill`, `raise` or the name of an exception,
-`stuck` (in Python), `exit`, `validation` (an exception there), `await` (of a rank that knocks), `SIGINT` or `SIGTERM`
-(an exception, and the signal in the pause of 2 s before a restart), `interrupt` or `requeue` (the signal alone); rank
-None means every rank. A fault that has a `fit` comes in that one of several.
+`stuck` (in Python), `exit`, `validation` or `epoch` (an exception there, or before the first batch of an epoch), `await`
+(of a rank that knocks), `SIGINT` or `SIGTERM` (an exception, and the signal in the pause of 2 s before a restart),
+`interrupt` or `requeue` (the signal alone); rank None means every rank. A fault that has a `fit` comes in that one of several.
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ class Learner(LightningModule):
             note("validated", self.num_validated.compute().item(), self.global_rank)
         self.num_validated.reset()
 
+    def on_train_epoch_start(self) -> None:
+        self._meet_fault("epoch")
+
     def on_train_batch_start(self, *args: Any) -> None:
         self.frozen.requires_grad = self.global_step >= 14
 
@@ -99,7 +102,7 @@ class Learner(LightningModule):
 
     def _meet_fault(self, where: str = "training") -> None:
         for number, fault in self._faults.items():
-            is_here = (fault["what"] == "validation") == (where == "validation")
+            is_here = where == (fault["what"] if fault["what"] in ("validation", "epoch") else "training")
             is_due = is_here and self.global_step == fault["step"] and fault["rank"] in (self.global_rank, None)
             if is_due and (fault.get("always") or is_first(f"fault{number}.{self.global_rank}")):
                 meet(fault["what"])
