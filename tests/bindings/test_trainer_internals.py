@@ -531,6 +531,12 @@ def test_what_replaces_a_method_is_taken_away_again_or_what_was_there_before() -
     assert owner.method() == "user's"
 
 
+def assert_as_new(callback: Any) -> None:
+    state = internals._AS_NEW[type(callback).__name__]
+    assert state.keys() - vars(callback).keys() <= {"_defer_save_until_validation"}  # of Lightning 2.6
+    assert {name: vars(callback).get(name, value) for name, value in state.items()} == state
+
+
 def test_a_fit_that_has_failed_can_begin_again_from_nothing(root: Any, tmp_path: Path) -> None:
     reported: list[BaseException] = []
     failure = ValueError("once")
@@ -559,15 +565,16 @@ def test_a_fit_that_has_failed_can_begin_again_from_nothing(root: Any, tmp_path:
             assert saver._last_global_step_saved == 1
             internals.begin_fit(trainer)
             assert (trainer.global_step, trainer.max_epochs, trainer.callback_metrics) == (0, 1, {})
-            fresh = root.callbacks.ModelCheckpoint()
-            for name in internals._NOTHING_SAVED:
-                assert getattr(saver, name) == getattr(fresh, name)
+            assert_as_new(saver)
             return function(*args, **kwargs)
 
     trainer.strategy._launcher = Launcher()
     trainer.fit(module)
     assert trainer.global_step == 2
     assert trainer.state.finished
+    new = root.callbacks.ModelCheckpoint(), root.callbacks.StochasticWeightAveraging(0.1)
+    for callback in (*new, *([root.callbacks.WeightAveraging()] if hasattr(root.callbacks, "WeightAveraging") else [])):
+        assert_as_new(callback)
 
 
 def test_processes_are_started_by_what_is_put_in_the_place_of_torch(root: Any) -> None:

@@ -28,7 +28,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
@@ -164,18 +169,12 @@ class Rescue(OnExceptionCheckpoint):
 
 def checkpoints(plan: dict[str, Any]) -> list[Callback]:
     where, when = RESULTS / "checkpoints", {"every_n_train_steps": plan.get("every", 1000), "save_top_k": -1}
+    when |= plan.get("saving", {})
     if not plan.get("rescue", True):
         return [ModelCheckpoint(where, **when)]
     if "save_on_exception" in inspect.signature(ModelCheckpoint).parameters:  # Lightning 2.6
         return [ModelCheckpoint(where, **when, save_on_exception=True)]
     return [ModelCheckpoint(where, **when), Rescue(where)]
-
-
-class OneMoreEpoch(Callback):
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do what `StochasticWeightAveraging` does for BatchNorm."""
-        assert trainer.fit_loop.max_epochs is not None
-        trainer.fit_loop.max_epochs += 1
 
 
 def fit(plan: dict[str, Any], number: int) -> None:
@@ -188,7 +187,9 @@ def fit(plan: dict[str, Any], number: int) -> None:
     num_ranks = int(os.environ.get("RANKS", plan.get("ranks", 2)))
     num_nodes = int(os.environ.get("NODES", 1))
     monitors = [BucketDDPMonitor(dirpath=RESULTS, every_n_steps=1)] if plan.get("monitor") else []
-    changing = [GradientAccumulationScheduler({0: 2, 1: 3}), OneMoreEpoch()] if plan.get("changes_settings") else []
+    changing: list[Callback] = []
+    if plan.get("changes_settings"):
+        changing = [GradientAccumulationScheduler({0: 2, 1: 3}), StochasticWeightAveraging(0.01, swa_epoch_start=1)]
     trainer = Trainer(
         accelerator="cpu",
         devices=num_ranks // num_nodes,
