@@ -114,7 +114,7 @@ class FitState:
         if self.evaluation is not None:
             self.evaluation.close()
         if self.unfinished is not None:
-            self.unfinished.is_interrupted = False
+            self.unfinished.close()
         layers, self.layers = self.layers, None
         return model if model is None or layers is None else layers.revert(model)
 

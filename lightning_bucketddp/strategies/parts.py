@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState, training_state
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
-from lightning_bucketddp.trainer_internals import replace_result_class
+from lightning_bucketddp.trainer_internals import call_after_swaps, replace_result_class
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -286,6 +287,8 @@ class UnfinishedBatch(RunPart):
     _num_batches: int = 0  # of the epoch, with this one
     _has_seen_step: bool = False
     is_interrupted: bool = False  # the batch, by an exception: checkpoints that callbacks save now are without it
+    _has_swapped: bool = False  # the module holds averages, for a validation
+    _undo: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         # A buffer is known by its module and its name there, because modules replace their buffers.
@@ -298,6 +301,16 @@ class UnfinishedBatch(RunPart):
         ]
         # By place: the buffer when it was copied, and its copy.
         self._kept: dict[tuple[nn.Module, str], tuple[Tensor, Tensor]] = {}
+
+    def begin_training(self) -> None:
+        def swap() -> None:
+            self._has_swapped = not self._has_swapped
+
+        self._undo.callback(call_after_swaps(self.trainer.callbacks, swap))  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self.is_interrupted = False
+        self._undo.close()
 
     @property
     def _repeats_micro_batches(self) -> bool:
@@ -347,6 +360,8 @@ class UnfinishedBatch(RunPart):
 
         The module itself stays as the program has left it. Return the random state after that step, if there is one.
         """
+        if self._has_swapped and (trained := checkpoint.get("current_model_state")) is not None:
+            checkpoint["state_dict"], checkpoint["current_model_state"] = trained, checkpoint["state_dict"]
         num_completed = self.trainer.fit_loop.epoch_loop.batch_progress.current.completed
         is_unfinished = self.is_interrupted and num_completed < self._num_batches
         # With manual optimization a user may step optimizers without the strategy.

@@ -363,14 +363,18 @@ def test_the_plugin_for_layers(root: Any, strategy: str) -> None:
 def test_averages_that_callbacks_keep(root: Any) -> None:
     if not hasattr(root.callbacks, "WeightAveraging"):
         pytest.skip("Lightning before 2.6 has none")
-    found = []
+    found, swaps = [], []
 
     def observe(trainer: Any) -> None:
         found.extend(internals.averaged_models(trainer.callbacks))
 
     callbacks = [root.callbacks.WeightAveraging(), calling(root, on_train_end=observe)]
-    trainer_with(root, callbacks=callbacks).fit(model_of(root))
+    undo = internals.call_after_swaps(callbacks, lambda: swaps.append(1))
+    trainer_with(root, callbacks=callbacks, num_sanity_val_steps=0).fit(model_of(root))
     assert [type(model) for model in found] == [AveragedModel]
+    assert len(swaps) == 2  # before and after a validation
+    undo()
+    assert "_swap_models" not in vars(callbacks[0])
 
 
 def test_steps_of_an_evaluation(root: Any) -> None:

@@ -54,6 +54,9 @@ class Remembering(LightningModule):
             self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "here.ckpt")
         self._fail("callbacks", batch_idx)
 
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self._fail("validation", batch_idx)
+
     def _fail(self, where: str, batch_idx: int) -> None:
         if (where, batch_idx) == (self._fails_in, self._fails_at):
             raise Accident
@@ -76,10 +79,12 @@ def fit(
         default_root_dir=directory,
         enable_checkpointing=True,
         accumulate_grad_batches=accumulate,
+        num_sanity_val_steps=0,
         callbacks=saving + ([callbacks.WeightAveraging()] if averages else []),
     )
     inputs = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
-    trainer.fit(module, DataLoader(TensorDataset(inputs), batch_size=4), ckpt_path=ckpt_path)
+    loader = DataLoader(TensorDataset(inputs), batch_size=4)
+    trainer.fit(module, loader, loader if averages else None, ckpt_path=ckpt_path)
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
@@ -112,6 +117,18 @@ def test_micro_batches_before_a_checkpoint_that_are_repeated_are_counted_once(av
     path = tmp_path / "undisturbed" / "here.ckpt"
     resumed = fit(tmp_path / "resumed", Remembering(), accumulate=3, ckpt_path=path, averages=averages)
     assert torch.load(path, weights_only=True)["bucketddp"]["position"]["num_batches"] == 3
+    differing = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, resumed[name])]
+    assert differing == []
+
+
+@pytest.mark.skipif(not hasattr(callbacks, "WeightAveraging"), reason="of Lightning 2.6")
+@on_ranks()
+@like_torchrun()
+def test_a_validation_of_averages_that_fails_leaves_weights_and_averages_in_their_places(tmp_path: Path) -> None:
+    undisturbed = fit(tmp_path / "undisturbed", Remembering(), accumulate=1, averages=True)
+    with pytest.raises(Accident):
+        fit(tmp_path / "failing", Remembering(fails_in="validation", fails_at=0), accumulate=1, averages=True)
+    resumed = fit(tmp_path / "failing", Remembering(), accumulate=1, averages=True)
     differing = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, resumed[name])]
     assert differing == []
 

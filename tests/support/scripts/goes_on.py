@@ -5,9 +5,9 @@ RESULTS=directory python goes_on.py '{"start_method": "popen", "faults": [{"what
 What is in the command makes a run: its number of ranks is in RANKS, if another number shall go on with it.
 
 Faults come one after the other, each once, when its rank begins the step: `kill`, `raise` or the name of an exception,
-`stuck` (in Python), `exit`, `validation` or `epoch` (an exception there, or before the first batch of an epoch), `await`
-(of a rank that knocks), `SIGINT` or `SIGTERM` (an exception, and the signal in the pause of 2 s before a restart),
-`interrupt` or `requeue` (the signal alone); rank None means every rank. A fault that has a `fit` comes in that one of several.
+`stuck` (in Python), `exit`, `validation` or `epoch` (an exception in one, or as one begins), `await` (of a rank that
+knocks), `SIGINT` or `SIGTERM` (an exception, and the signal in the pause of 2 s before a restart), `interrupt` or
+`requeue` (the signal alone); rank None means every rank. A fault that has a `fit` comes in that one of several.
 """
 
 from __future__ import annotations
