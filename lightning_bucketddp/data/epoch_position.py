@@ -362,9 +362,11 @@ class EpochPosition(RunPart):
                 self._trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(resumed.epoch)
         if self._can_skip:
             num_before = self._place_loaders()
+            epochs = self._trainer.fit_loop.epoch_progress.current
+            is_over = resumed.is_end_of_epoch and epochs.completed == epochs.ready  # these are batches of the next one
             if resumed.is_end_of_epoch and self._trainer.num_training_batches != math.inf:
                 num_before = int(self._trainer.num_training_batches)
-            if self._at_step is not None and (not resumed.is_end_of_epoch or num_before > 0):
+            if self._at_step is not None and not is_over and (not resumed.is_end_of_epoch or num_before > 0):
                 self._at_step = replace(self._at_step, num_batches=num_before)
                 set_batches(self._trainer, num_before)
         self._resumed = None

@@ -615,3 +615,51 @@ def test_a_schedule_that_follows_the_loss_of_training_gets_that_of_the_epoch(tmp
     for undisturbed, [_, resumed] in ranks:
         assert resumed.begun_at == 14
         assert all(map(torch.equal, resumed.weights, undisturbed.weights))
+
+
+class Growing(LightningModule):
+    """Has more batches in each epoch, and writes down after which steps it validates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.validated: list[int] = []
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(8 + 2 * self.trainer.current_epoch, 1))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(torch.ones(1, 1))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss: Tensor = self.layer(batch).square().mean()
+        return loss
+
+    def validation_step(self, _: Tensor) -> None:
+        self.validated.append(self.global_step)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@on_ranks(1)
+@like_torchrun()
+def test_validations_keep_their_distance_where_an_epoch_has_more_batches_than_the_one_before(tmp_path: Path) -> None:
+    validated = []
+    for num_epochs in (1, 3):
+        module = Growing()
+        trainer = make_trainer(
+            BucketDDPStrategy(auto_resume=True),
+            max_epochs=num_epochs,
+            reload_dataloaders_every_n_epochs=1,
+            num_sanity_val_steps=0,
+            check_val_every_n_epoch=None,
+            val_check_interval=7,
+            enable_checkpointing=True,
+            callbacks=ModelCheckpoint(tmp_path, save_on_train_epoch_end=True),
+            default_root_dir=tmp_path,
+        )
+        AutoResume.num_fits_ended.clear()  # as a new process
+        trainer.fit(module)
+        validated += module.validated
+    assert validated == [7, 14, 21, 28]
