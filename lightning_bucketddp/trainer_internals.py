@@ -289,17 +289,12 @@ def averaged_models(callbacks: Iterable[Any]) -> list[Any]:
     return [model for callback in callbacks if (model := getattr(callback, "_average_model", None)) is not None]
 
 
-def call_after_swaps(callbacks: Iterable[Any], function: Callable[[], None]) -> Undo:
+def call_after_swaps(callbacks: Iterable[Any], function: Callable[[], object]) -> Undo:
     """Have `function` called when callbacks have swapped averages and the weights that are trained, or swapped back."""
     undo = ExitStack()
-
-    def swap_and_call(swap: Callable[..., None], *args: Any) -> None:
-        swap(*args)
-        function()
-
     for callback in callbacks:
         if hasattr(callback, "_swap_models"):
-            undo.callback(_wrap_method(callback, "_swap_models", swap_and_call))
+            undo.callback(_wrap_method(callback, "_swap_models", lambda swap, module: (swap(module), function())))
     return undo.close
 
 

@@ -33,7 +33,7 @@ from lightning_utilities.core.imports import RequirementCache
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.strategies.auto_resume import AutoResume, _reopen_csv, plain
@@ -626,16 +626,16 @@ class Growing(LightningModule):
         self.validated: list[int] = []
 
     def train_dataloader(self) -> Any:
-        return DataLoader(torch.ones(8 + 2 * self.trainer.current_epoch, 1))
+        return DataLoader(TensorDataset(torch.ones(8 + 2 * self.trainer.current_epoch, 1)))
 
     def val_dataloader(self) -> Any:
-        return DataLoader(torch.ones(1, 1))
+        return DataLoader(TensorDataset(torch.ones(1, 1)))
 
-    def training_step(self, batch: Tensor) -> Tensor:
-        loss: Tensor = self.layer(batch).square().mean()
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss: Tensor = self.layer(batch[0]).square().mean()
         return loss
 
-    def validation_step(self, _: Tensor) -> None:
+    def validation_step(self, _: list[Tensor]) -> None:
         self.validated.append(self.global_step)
 
     def configure_optimizers(self) -> Any:
