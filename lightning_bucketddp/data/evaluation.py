@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from lightning_bucketddp.trainer_internals import batch_sampler_within
 
@@ -256,6 +256,42 @@ class ShareOfIndices(DistributedSampler[Any]):
 
     def __len__(self) -> int:
         return self.rounds.number_of(len(self.sampler))
+
+
+class Selection(Sampler[Any]):
+    """The samples that `sampler` gives, by a class that Lightning does not know."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+class Batches(BatchSampler):
+    """Torch's, by a class that Lightning makes anew with another sampler, where it would forget the batch size."""
+
+
+def with_selection(loader: Any) -> Any:
+    """Return `loader` such that Lightning divides what its sampler selects.
+
+    In the place of torch's own samplers it divides the whole dataset, also if they select or repeat samples, and looks
+    into no `BatchSampler` of torch's.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    batches: Any = loader.batch_sampler
+    if loader.batch_size is None and type(batches) is BatchSampler and not is_even(loader):
+        again = Batches(batches.sampler, batches.batch_size, batches.drop_last)
+        return changed_loader(loader, sampler=Selection(batches.sampler), batch_sampler=again)
+    sampler: Any = loader.sampler
+    gives_all = length_of(sampler) == length_of(loader.dataset) and not getattr(sampler, "replacement", False)
+    if gives_all or not isinstance(sampler, RandomSampler | SequentialSampler):
+        return loader
+    return changed_loader(loader, sampler=Selection(sampler))
 
 
 def divided(loader: Any, part: Part, *, keeps_batches: bool = False) -> Any:

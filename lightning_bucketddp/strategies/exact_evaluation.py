@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.data.evaluation import Part, divided, share_of
+from lightning_bucketddp.data.evaluation import Part, divided, share_of, with_selection
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.processes import rank_zero_warn
 from lightning_bucketddp.strategies.options import StrategyOptions
@@ -132,6 +132,7 @@ class ExactEvaluation(RunPart):
         self._collectives = collectives
         self._options = options
         self._part = Part(collectives.rank, collectives.world_size, common_seed(collectives))
+        self._gathers = options.gather_predictions and collectives.world_size > 1
         self._are_divided: list[bool] = []  # by dataloader of the current prediction
         self._gives_all = False
         self._was_asked = False
@@ -153,13 +154,14 @@ class ExactEvaluation(RunPart):
         return {"num_replicas": 1, "rank": 0, "seed": self._part.seed} if self._gives_all else None
 
     def _prepare(self, prepare: Callable[..., Any], dataloader: Any, shuffle: bool, mode: Any) -> Any:
-        self._gives_all = mode == "predict" or (mode != "train" and self._options.exact_evaluation)
+        is_exact = mode not in ("train", "predict") and self._options.exact_evaluation
+        self._gives_all = self._part.world_size > 1 and (is_exact or mode == "predict")
         self._was_asked = False
         try:
-            loader = prepare(dataloader, shuffle, mode)
+            loader = prepare(with_selection(dataloader) if is_exact else dataloader, shuffle, mode)
             if self._gives_all and self._was_asked:
                 # Gathered predictions are put in order by whole batches.
-                keeps_batches = self._options.gather_predictions and mode == "predict"
+                keeps_batches = self._gathers and mode == "predict"
                 loader = divided(loader, self._part, keeps_batches=keeps_batches)
         finally:
             self._gives_all = False
@@ -189,7 +191,7 @@ class ExactEvaluation(RunPart):
             run(batch, batch_idx, dataloader_idx, dataloader_iter)
 
     def begin_prediction(self) -> None:
-        if self._options.gather_predictions:
+        if self._gathers:
             self._are_divided = divided_loaders(self._trainer.predict_loop)
             # Lightning returns none where it has launched processes.
             if self._options.start_method != "popen":
@@ -197,7 +199,7 @@ class ExactEvaluation(RunPart):
 
     def end_prediction(self) -> None:
         loop = self._trainer.predict_loop
-        if self._options.gather_predictions and loop.return_predictions:
+        if self._gathers and loop.return_predictions:
             by_loader = [loop.predictions] if loop.num_dataloaders == 1 else loop.predictions
             gather_predictions(list(compress(by_loader, self._are_divided)), self._collectives)
 

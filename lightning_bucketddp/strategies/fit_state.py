@@ -194,8 +194,7 @@ def prepare_run(strategy: TrainerStrategy, trainer: Trainer) -> None:
     """Make everything that does not need the parameters. All ranks must call this."""
     state, options, collectives = strategy._state, strategy.options, strategy._collectives
     assert collectives is not None
-    if collectives.world_size > 1:
-        state.evaluation = ExactEvaluation(trainer, collectives, options)
+    state.evaluation = ExactEvaluation(trainer, collectives, options)
     if options.shard_iterable:
         state.sharding = IterableSharding(
             rank=strategy.global_rank, world_size=strategy.world_size, warn=rank_zero_warn

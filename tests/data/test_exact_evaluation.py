@@ -16,7 +16,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, SubsetRandomSampler
 from torchmetrics import MeanMetric
 
 from lightning_bucketddp import BucketDDPStrategy
@@ -64,6 +64,11 @@ class Case:
         options: dict[str, Any] = {"batch_size": self.batch_size}
         if self.kind == "subset":
             return DataLoader(dataset, sampler=SubsetRandomSampler(range(0, num_samples, 2)), **options)
+        if self.kind == "half":
+            return DataLoader(dataset, sampler=SequentialSampler(range(num_samples // 2)), **options)
+        if self.kind == "half, in batches":
+            half = SubsetRandomSampler(range(num_samples // 2))
+            return DataLoader(dataset, batch_sampler=BatchSampler(half, self.batch_size, drop_last=False))
         if self.kind == "distributed":
             return DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=False), **options)
         return DataLoader(dataset, shuffle=self.shuffle, **options)
@@ -247,6 +252,8 @@ CASES = {
     "more batches on some ranks": Case((103,)),
     "shuffled": Case((21,), shuffle=True),
     "drawn by the user's sampler": Case((41,), kind="subset"),
+    "selected by torch's sampler": Case((41,), kind="half"),
+    "in batches of torch's": Case((41,), kind="half, in batches"),
     "the user's batches": Case((17,), kind="custom batches", batch_size=3),
     "two loaders": Case((20, 9)),
     "two loaders at once, the longer one is uneven": Case((23, 12), mode="max_size"),
@@ -348,6 +355,8 @@ def test_fabric_refuses_to_divide_what_has_no_end_or_is_divided() -> None:
 PREDICTED = {
     "more batches on some ranks": Case((23,)),
     "fewer batches than ranks": Case((3,)),
+    "selected by torch's sampler": Case((41,), kind="half"),
+    "in batches of torch's": Case((41,), kind="half, in batches"),
     "the user's batches": Case((13,), kind="custom batches", batch_size=3),
     "two loaders": Case((9, 4), batch_size=2),
     "a stream": Case((9,), kind="stream", batch_size=2),
