@@ -35,7 +35,7 @@ from lightning_bucketddp.strategies.parts import (
     UnfinishedBatch,
 )
 from lightning_bucketddp.trainer_internals import layer_sync_of, replace_method
-from lightning_bucketddp.wording import pluralize
+from lightning_bucketddp.wording import list_names, pluralize
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -317,7 +317,13 @@ def divide_optimizers(strategy: TrainerStrategy, model: nn.Module) -> None:
 
 
 def _make_reducer(strategy: TrainerStrategy, model: nn.Module, replicas: Replicas) -> None:
-    state, trainer = strategy._state, strategy.trainer
+    state, trainer, params = strategy._state, strategy.trainer, model.named_parameters()
+    ignored = [name for name, param in params if param.requires_grad and name not in replicas.parameters]
+    if ignored and strategy.options.gradient_weight is not None:
+        raise ValueError(
+            "`gradient_weight` multiplies losses by weights and divides averages by their sum, but"
+            f" `_ddp_params_and_buffers_to_ignore` keeps {list_names(ignored)} out of the average. Leave one out."
+        )
 
     def where() -> str:
         return f"step {trainer.global_step} (epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx})"

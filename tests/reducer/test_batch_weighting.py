@@ -82,6 +82,7 @@ class Setting:
     has_two_losses: bool = False
     validates: bool = True
     num_epochs: int = 2
+    ignored: Sequence[str] = ()
 
 
 class Module(LightningModule):
@@ -89,6 +90,7 @@ class Module(LightningModule):
         super().__init__()
         self.net = Net(batchnorm=setting.batchnorm)
         self._setting = setting
+        self._ddp_params_and_buffers_to_ignore: Any = setting.ignored
         self.automatic_optimization = not setting.has_two_losses
         self.outputs: list[bool] = []
 
@@ -474,6 +476,12 @@ def negative(_batch: object) -> int:
             Setting(EVEN, options={"gradient_weight": negative}),
             "ValueError: `gradient_weight` gave -1.0 for a batch on rank {}. A weight must be a finite number that is"
             " not negative, such as a number of samples or tokens.",
+        ),
+        # Its gradients would be sums of weighted ones.
+        (
+            Setting(EVEN, options=BY_SIZE, ignored=["net.layers.0.weight"]),
+            "ValueError: `gradient_weight` multiplies losses by weights and divides averages by their sum, but"
+            " `_ddp_params_and_buffers_to_ignore` keeps `net.layers.0.weight` out of the average. Leave one out.",
         ),
         # Where data is not watched: a rank that is in the next epoch.
         (
