@@ -219,14 +219,10 @@ def continue_logger(logger: Any, version: int | str) -> bool:
 # Training.
 
 
-def call_before_fetch(trainer: Trainer, function: Callable[[], None]) -> Undo:
+def call_before_fetch(trainer: Trainer, function: Callable[[], object]) -> Undo:
     """Have `function` called before a fit waits for a batch, after validation, checkpoints and callbacks."""
-
-    def call_both(before_fetch: Callable[[], None]) -> None:
-        function()
-        before_fetch()
-
-    return _wrap_method(trainer.fit_loop.epoch_loop, "_on_before_fetch", call_both)
+    loop = trainer.fit_loop.epoch_loop
+    return _wrap_method(loop, "_on_before_fetch", lambda before_fetch: (function(), before_fetch()))
 
 
 def replace_result_class(trainer: Trainer, derive: Callable[[Any], Any]) -> None:
@@ -389,22 +385,17 @@ def replace_signal_handlers(
     *,
     on_sigterm: Callable[..., Any],
     on_requeue: Callable[..., Any],
-    on_registered: Callable[[], None],
+    on_registered: Callable[[], object],
 ) -> Undo:
     """Have Lightning register these handlers in place of its own, and then call `on_registered`.
 
     Its handler of SIGTERM calls a broadcast. So does its training loop before each batch (2.6), which is disabled.
     """
     connector, loop = known(trainer, "_signal_connector"), trainer.fit_loop.epoch_loop
-
-    def register_and_notify(register: Callable[[], None]) -> None:
-        register()
-        on_registered()
-
     undo = ExitStack()
     undo.callback(replace_method(connector, "_sigterm_notifier_fn", on_sigterm))
     undo.callback(replace_method(connector, "_slurm_sigusr_handler_fn", on_requeue))
-    undo.callback(_wrap_method(connector, "register_signal_handlers", register_and_notify))
+    undo.callback(_wrap_method(connector, "register_signal_handlers", lambda register: (register(), on_registered())))
     if hasattr(loop, "_broadcast_sigterm_tensor"):
         undo.callback(replace_method(loop, "_broadcast_sigterm_tensor", lambda: None))
     return undo.close
