@@ -198,7 +198,10 @@ class Restarts:
                     return store.check([key]) and json.loads(store.get(key)) is None
             except RuntimeError:  # the store has gone with the process of rank 0, which may be started again
                 StrategyBase.store = None
-                return failure.rank == 0 and failure.kind in (Kind.DIED, Kind.LOST) and self.count < self._option.number
+                is_gone = failure.kind in (Kind.DIED, Kind.LOST)
+                # A launcher that is no rank replaces a process that has called `sys.exit`, too.
+                is_gone |= failure.what.startswith("SystemExit") and self._strategy.options.start_method != "popen"
+                return failure.rank == 0 and is_gone and self.count < self._option.number
         if why_not is not None and is_rank_zero:
             log.error(wrap(f"bucketddp: no restart: {why_not}."))
         return why_not is None

@@ -110,7 +110,7 @@ def test_a_run_goes_on_after_every_kind_of_fault(
 def test_rank_zero_is_replaced_too_by_a_launcher_that_is_no_rank(
     start_method: str, without_faults: Any, tmp_path: Path
 ) -> None:
-    faults = [fault("kill", rank=0, step=3), fault("kill", step=6), fault("kill", rank=0, step=9)]
+    faults = [fault("kill", rank=0, step=3), fault("kill", step=6), fault("exit", rank=0, step=9)]
     # From step 5 on a save waits for the validation at step 8. Only the rank that stays could know of it there.
     saving = {"every_n_train_steps": 5, "monitor": "loss", "save_on_train_epoch_end": False}
     finished = train(tmp_path, *faults, start_method=start_method, saving=saving)
