@@ -80,6 +80,7 @@ class TrainerCheckpoints:
 
     def join_process_group(self) -> None:
         strategy = self._strategy
+        self._roll_call = None  # a rank that goes on alone has nobody to wait for
         if strategy.world_size > 1:
             timeout_s = (strategy.options.timeout or default_pg_timeout).total_seconds()
             self._roll_call = RollCall(rank=strategy.global_rank, world_size=strategy.world_size, timeout_s=timeout_s)
