@@ -87,6 +87,14 @@ def replace_preparation(trainer: Trainer, prepare: Callable[..., Any]) -> Undo:
     return _wrap_method(known(trainer, "_data_connector"), "_prepare_dataloader", prepare)
 
 
+def wrap_requests(trainer: Trainer, wrapper: Callable[[Callable[[], Any]], Any]) -> Undo:
+    """Have a fit ask the user for dataloaders by `wrapper(original)`."""
+    undo = ExitStack()
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
+        undo.callback(_wrap_method(known(loop, "_data_source"), "dataloader", wrapper))
+    return undo.close
+
+
 def combined_loader(loop: Any) -> Any:
     """Return the `CombinedLoader` of a loop; None: there is none yet."""
     return known(loop, "_combined_loader")

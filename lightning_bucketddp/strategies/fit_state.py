@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -34,7 +36,7 @@ from lightning_bucketddp.strategies.parts import (
     ScheduledComparison,
     UnfinishedBatch,
 )
-from lightning_bucketddp.trainer_internals import layer_sync_of, replace_method
+from lightning_bucketddp.trainer_internals import layer_sync_of, replace_method, wrap_requests
 from lightning_bucketddp.wording import list_names, pluralize
 
 if TYPE_CHECKING:
@@ -138,10 +140,12 @@ class LoaderPreparation:
         self._is_training = False  # while Lightning sets up training data
         self._is_first = True
         self._undo = ExitStack()
+        self._combined: MutableMapping[Any, list[Any]] = {}  # by `CombinedLoader`: the loaders that the user put in it
 
     def watch(self, trainer: Trainer) -> None:
         """Know from now on which dataloaders are for training."""
         self.close()
+        self._combined = WeakKeyDictionary()
         set_up = trainer.fit_loop.setup_data
 
         def set_up_training_data() -> None:
@@ -151,7 +155,18 @@ class LoaderPreparation:
             finally:
                 self._is_training = False
 
+        def request(ask: Callable[[], Any]) -> Any:
+            if hasattr(loader := ask(), "flattened"):
+                self._combined.setdefault(loader, loader.flattened)
+            return loader
+
         self._undo.callback(replace_method(trainer.fit_loop, "setup_data", set_up_training_data))
+        self._undo.callback(wrap_requests(trainer, request))
+
+    def restore_combined(self) -> None:
+        """Put the user's loaders back, in whose place Lightning has put some that are divided among the ranks."""
+        for combined, loaders in self._combined.items():
+            combined.flattened = loaders
 
     def close(self) -> None:
         self._undo.close()

@@ -103,6 +103,7 @@ class Restarts:
             self._clean_up(at_start, excepthook)
             self._strategy.has_partial_step = True  # until the checkpoint is loaded
             self._strategy._checkpoints.auto_resume.begin_restart()
+            self._strategy._loaders.restore_combined()
             begin_fit(self._strategy.trainer)
 
     def rendezvous(self, address: StoreAddress) -> Rendezvous:

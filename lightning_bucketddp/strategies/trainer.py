@@ -148,7 +148,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # A spawned process cannot use what belongs to the process group of this one.
         absent = dict.fromkeys(("_collectives", "_fault_handler", "_islands"))
-        return {**super().__getstate__(), **absent, "_state": FitState()}
+        return {**super().__getstate__(), **absent, "_state": FitState(), "_loaders": LoaderPreparation()}
 
     @property
     def _parts(self) -> list[RunPart]:

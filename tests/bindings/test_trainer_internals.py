@@ -182,6 +182,21 @@ def test_samplers_are_prepared_by_stage(root: Any) -> None:
     assert modes == []
 
 
+def test_the_user_is_asked_for_dataloaders(root: Any) -> None:
+    trainer, data = trainer_with(root), []
+
+    def request(ask: Any) -> Any:
+        data.append((loader := ask()).dataset)
+        return loader
+
+    undo = internals.wrap_requests(trainer, request)
+    trainer.fit(model_of(root))
+    undo()
+    trainer.fit(model_of(root))
+    assert {id(it) for it in data} == {id(TRAINING), id(OTHER)}
+    assert len(data) == 2
+
+
 def test_dataloaders_of_a_loop(root: Any) -> None:
     seen = []
 

@@ -283,14 +283,14 @@ def test_a_run_goes_on_without_a_rank_that_nobody_brings_back(options: dict[str,
 
 def test_a_script_goes_on_alone_without_a_rank_whose_new_process_fails_as_well(tmp_path: Path) -> None:
     faults = [fault("kill", step=3), fault("raise", rank=0, step=6)]
-    finished = train(tmp_path, *faults, min_ranks=1, rejoin_s=8, every=4, stays_away=True)
+    finished = train(tmp_path, *faults, min_ranks=1, rejoin_s=8, every=4, stays_away=True, combines=True)
     assert "takes the place of rank 1" in finished.output, finished.output
     assert "going on with 1 of 2 ranks" in finished.output
     assert "pass `global_batch_size`" in finished.output
     assert finished.returncode == 0
     assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 0)] == [0, 3, 6]
-    # Five micro-batches of the first epoch are left for the one rank, and the second epoch has 16.
-    assert [finished.results[f"end.rank0"][what] for what in ("world_size", "steps")] == [1, 3 + 10 + 16]
+    # Of 16 batches of an epoch, the two ranks have trained on six.
+    assert [finished.results["end.rank0"][what] for what in ("world_size", "steps")] == [1, 3 + 10 + 16]
 
 
 def test_a_run_does_not_go_on_with_fewer_ranks_than_it_needs(tmp_path: Path) -> None:

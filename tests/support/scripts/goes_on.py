@@ -34,6 +34,7 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
@@ -213,7 +214,9 @@ def fit(plan: dict[str, Any], number: int) -> None:
     data = TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True), torch.arange(len(inputs)))
     size = plan.get("batch_size", len(inputs) // STEPS_PER_EPOCH // num_ranks)
     workers = plan.get("workers", 0)
-    loaders = DataLoader(data, size, shuffle=True, num_workers=workers), DataLoader(data, size)
+    loaders: Any = DataLoader(data, size, shuffle=True, num_workers=workers), DataLoader(data, size)
+    if plan.get("combines"):
+        loaders = [CombinedLoader(loader) for loader in loaders]
     if plan.get("validates"):
         trainer.validate(module, loaders[1], verbose=False)
     trainer.fit(module, *loaders, ckpt_path=plan.get("ckpt_path"))
