@@ -125,6 +125,7 @@ class StopSignals:
         self._interrupted_at: float | None = None
         self._is_own = False  # the next SIGTERM is that of `interrupt`
         self.late_signal = 0  # that has come to a run which was ending anyway; 0: none
+        self.requeue_signal = 0  # that has come, until all ranks have saved; 0: none
 
     def replace_handlers(self, callback: type) -> None:
         """Make Lightning register our handlers in place of its own.
@@ -178,6 +179,7 @@ class StopSignals:
             self.exchange.all_requeue = self.exchange.wants_requeue = False
             assert self._requeue is not None
             self._requeue(signal.SIGUSR1, None)
+            self.requeue_signal = 0
 
     def interrupt(self) -> None:
         """Make the training thread raise; called by the watchdog."""
@@ -210,6 +212,7 @@ class StopSignals:
 
     def _on_requeue(self, number: int, frame: object) -> None:
         if self.exchange is not None:
+            self.requeue_signal = number
             self.exchange.wants_requeue = True  # after the next step, also in a validation
         elif self._requeue is not None:
             self._requeue(number, frame)  # nothing is being trained

@@ -80,6 +80,7 @@ class Restarts:
         self._option = strategy.options.max_restarts
         self.count = 0
         self._has_trained = False
+        self._requeue_signal = 0  # that has come to a failed attempt; 0: none
         self._pause_s = 0.0  # of rank 0, for which the others wait at the rendezvous
         self._settings_at_start: tuple[int, int | None] = (1, None)
 
@@ -89,7 +90,7 @@ class Restarts:
         if module is None:
             return attempt()
         at_start, excepthook = ModuleAtStart(module), sys.excepthook
-        self.count, self._has_trained = 0, False
+        self.count, self._has_trained, self._requeue_signal = 0, False, 0
         self._last: tuple[object, ...] = ()  # the last failure and where it was
         self._furthest = 0  # the most steps of an attempt
         self._num_in_vain = 0  # attempts in a row that did not come further
@@ -155,6 +156,9 @@ class Restarts:
         self._strategy.has_partial_step = False
         self._strategy._checkpoints.auto_resume.save_start(self._strategy.trainer)
         self._has_trained = True
+        if self._requeue_signal:
+            number, self._requeue_signal = self._requeue_signal, 0
+            signal.raise_signal(number)
 
     def _follows(self, error: Exception) -> bool:
         """Return whether a restart follows `error`, which has ended the run; if so, end the failed fit."""
@@ -173,8 +177,10 @@ class Restarts:
             strategy._checkpoints.auto_resume.note_restart(failure, strategy.trainer)
         if handler is not None:
             handler.forget_at_exit()
-            if handler.signals is not None and handler.signals.late_signal:
-                signal.raise_signal(handler.signals.late_signal)  # ends the run, not only the attempt
+            if handler.signals is not None:
+                self._requeue_signal = handler.signals.requeue_signal
+                if handler.signals.late_signal:
+                    signal.raise_signal(handler.signals.late_signal)  # ends the run, not only the attempt
         # Its frames hold the tensors of the failed step.
         for seen in chain_of(error):
             traceback.clear_frames(seen.__traceback__)

@@ -213,7 +213,8 @@ def test_torchrun_starts_all_ranks_again_from_the_newest_checkpoint(without_faul
 
 
 @pytest.mark.long
-def test_slurm_requeues_from_where_the_signal_came(without_faults: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_restarts", [0, 1])
+def test_slurm_requeues_from_where_the_signal_came(num_restarts: int, without_faults: Any, tmp_path: Path) -> None:
     job = slurm_job(num_nodes=1)
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
@@ -222,7 +223,9 @@ def test_slurm_requeues_from_where_the_signal_came(without_faults: Any, tmp_path
     scontrol.write_text(f'#!/bin/sh\necho "$@" > "$RESULTS/scontrol.txt"\n{kill}\n')
     scontrol.chmod(0o755)
     # To one rank, in the middle of a step: what is saved is the state after it, and all ranks save it.
-    plan = json.dumps({"faults": [fault("requeue", step=7)], "max_restarts": 0})
+    # Also if that step fails, and is taken again.
+    faults = [fault("requeue", step=7), *[fault("raise", step=7)] * num_restarts]
+    plan = json.dumps({"faults": faults, "max_restarts": num_restarts})
     for restart_count in range(2):
         variables = {**job, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_RESTART_COUNT": str(restart_count)}
         tasks = [Program([SCRIPTS / "goes_on.py", plan], {**variables, **slurm_task(rank, 1)}) for rank in range(2)]
@@ -230,7 +233,7 @@ def test_slurm_requeues_from_where_the_signal_came(without_faults: Any, tmp_path
         assert (finished.returncode == 0) == (restart_count == 1), finished.output
     assert (tmp_path / "scontrol.txt").read_text() == f"requeue {job['SLURM_JOB_ID']}\n"
     assert weights(finished) == without_faults
-    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 1)] == [0, 8]
+    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 1)] == [0, *[7] * num_restarts, 8]
 
 
 # --- With fewer ranks
