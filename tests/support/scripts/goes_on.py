@@ -219,7 +219,7 @@ def fit(plan: dict[str, Any], number: int) -> None:
         loaders = [CombinedLoader(loader) for loader in loaders]
     if plan.get("validates"):
         trainer.validate(module, loaders[1], verbose=False)
-    trainer.fit(module, *loaders, ckpt_path=plan.get("ckpt_path"))
+    trainer.fit(module, loaders[0], loaders[1], ckpt_path=plan.get("ckpt_path"))
     weights = {name: tensor.tolist() for name, tensor in module.state_dict().items()}
     end = {"weights": weights, "pid": os.getpid(), "world_size": trainer.world_size, "steps": trainer.global_step}
     (RESULTS / f"end.rank{trainer.global_rank}.json").write_text(json.dumps(end))
