@@ -50,7 +50,7 @@ class SignalWakeup:
 
     def install(self) -> None:
         """Begin to listen. Does nothing outside of the main thread: signals come only to that one."""
-        if not _is_main_thread():
+        if not is_main_thread():
             return
         cls = SignalWakeup
         if cls._sockets is None:
@@ -66,7 +66,7 @@ class SignalWakeup:
         cls._installed = [other for other in cls._installed if other is not self]
         # Only the main thread can give the descriptor back. Until then it stays open: its number must not become that
         # of another file.
-        if cls._sockets is not None and not cls._installed and _is_main_thread():
+        if cls._sockets is not None and not cls._installed and is_main_thread():
             reader, writer = cls._sockets
             current = signal.set_wakeup_fd(cls._previous, warn_on_full_buffer=False)
             if current not in (writer.fileno(), -1):
@@ -96,7 +96,7 @@ class SignalWakeup:
         cls._installed, cls._sockets, cls._lock = [], None, threading.Lock()
 
 
-def _is_main_thread() -> bool:
+def is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
@@ -137,7 +137,7 @@ class StopSignals:
         self._requeue = slurm_requeue_of(self._trainer)
 
         def on_registered() -> None:
-            if not _is_main_thread():
+            if not is_main_thread():
                 return
             self._handlers[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
             # A shell has jobs in the background ignore it, and so shall we.
@@ -231,11 +231,11 @@ class InterruptSignals:
 
     def replace_handlers(self) -> None:
         """Notice when Python has raised; a handler that the user has installed stays as it is."""
-        if _is_main_thread() and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        if is_main_thread() and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
             signal.signal(signal.SIGINT, self._on_interrupt)
 
     def restore_handlers(self) -> None:
-        if _is_main_thread() and self._is_installed:
+        if is_main_thread() and self._is_installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def received(self) -> list[int]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.comm.process_group import abort_device_groups, leave_process_group
 from lightning_bucketddp.faults.failure import Failure, Kind, chain_of
+from lightning_bucketddp.faults.signals import is_main_thread
 from lightning_bucketddp.startup.rendezvous import START, Rendezvous, knocks_of
 from lightning_bucketddp.startup.store import StartError, StoreAddress, part_of
 from lightning_bucketddp.strategies.auto_resume import AutoResume
@@ -98,6 +99,7 @@ class Restarts:
             try:
                 return attempt()
             except Exception as error:
+                self.note_requeue(is_pause=False)
                 if not self._follows(error):
                     raise
             # Outside of `except`, so that the error does not keep its frames.
@@ -160,6 +162,16 @@ class Restarts:
             number, self._requeue_signal = self._requeue_signal, 0
             signal.raise_signal(number)
 
+    def note_requeue(self, *, is_pause: bool) -> None:
+        """Note SLURM's requeue signal in the pause before an attempt has its handlers: it would end the process."""
+        number = getattr(self._strategy.cluster_environment, "requeue_signal", None)
+        before, after = (signal.SIG_DFL, self._on_requeue) if is_pause else (self._on_requeue, signal.SIG_DFL)
+        if number is not None and is_main_thread() and signal.getsignal(number) == before:
+            signal.signal(number, after)
+
+    def _on_requeue(self, number: int, _frame: object) -> None:
+        self._requeue_signal = number
+
     def _follows(self, error: Exception) -> bool:
         """Return whether a restart follows `error`, which has ended the run; if so, end the failed fit."""
         strategy = self._strategy
@@ -173,12 +185,13 @@ class Restarts:
             return False
         self.count += 1
         end_failed_fit(strategy.trainer, error, interrupt=strategy.root.interrupt)
+        self.note_requeue(is_pause=True)
         if strategy.global_rank == 0:  # now, because the thread that writes checkpoints has changed the record
             strategy._checkpoints.auto_resume.note_restart(failure, strategy.trainer)
         if handler is not None:
             handler.forget_at_exit()
             if handler.signals is not None:
-                self._requeue_signal = handler.signals.requeue_signal
+                self._requeue_signal = self._requeue_signal or handler.signals.requeue_signal
                 if handler.signals.late_signal:
                     signal.raise_signal(handler.signals.late_signal)  # ends the run, not only the attempt
         # Its frames hold the tensors of the failed step.

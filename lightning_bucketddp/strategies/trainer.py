@@ -225,6 +225,8 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
             self._enable_model_averaging()
         if is_fit:
             self._log_start(self.reducer)
+        if self.restarts is not None:  # Lightning registers its handlers next
+            self.restarts.note_requeue(is_pause=False)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
         fit_state.set_up_model(self, model)

@@ -6,8 +6,8 @@ What is in the command makes a run: its number of ranks is in RANKS, if another 
 
 Faults come one after the other, each once, when its rank begins the step: `kill`, `raise` or the name of an exception,
 `stuck` (in Python), `exit`, `validation` or `epoch` (an exception in one, or as one begins), `await` (of a rank that
-knocks), `SIGINT` or `SIGTERM` (an exception, and the signal in the pause of 2 s before a restart), `interrupt` or
-`requeue` (the signal alone); rank None means every rank. A fault that has a `fit` comes in that one of several.
+knocks), `SIGINT`, `SIGTERM`, `SIGUSR1` (an exception, and the signal in the pause of 2 s before a restart), `interrupt`
+or `requeue` (the signal alone); rank None means every rank. A fault that has a `fit` comes in that one of several.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def meet(what: str) -> None:
         time.sleep(1000)
     elif what in ("exit", "exit with 0"):
         sys.exit(0 if "0" in what else 3)
-    elif what in ("SIGINT", "SIGTERM"):
+    elif what in ("SIGINT", "SIGTERM", "SIGUSR1"):
         threading.Thread(target=kill_in_pause, args=(getattr(signal, what),), daemon=True).start()
         raise RuntimeError(f"by chance: {what}")
     elif what == "await":
@@ -134,6 +134,7 @@ def meet(what: str) -> None:
 def kill_in_pause(number: int) -> None:
     while "of 10 in 2 s" not in (RESULTS / "output.txt").read_text():
         time.sleep(0.01)
+    time.sleep(number == signal.SIGUSR1)  # until the handlers of the attempt are gone
     os.kill(os.getpid(), number)
 
 
