@@ -9,6 +9,7 @@ import copy
 import random
 import re
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,6 +36,7 @@ from lightning_bucketddp import BucketDDPMonitor, BucketDDPStrategy
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.commands.report import page_content, typical_step_of
 from lightning_bucketddp.config import LocalSteps
+from lightning_bucketddp.graphs.replay import GradientMemory
 from lightning_bucketddp.recording.schema import find_folder, read_run
 from lightning_bucketddp.recording.summary import Summary
 from lightning_bucketddp.reducer import bucket, bucket_set, nonfinite
@@ -134,10 +136,19 @@ def graphs_to_run(module: nn.Module, graph: type[RunAgain] = RunAgain) -> Iterat
 @contextmanager
 def like_large_buckets_on_a_gpu() -> Iterator[None]:
     """Have buckets give their memory back inside, and no group hold tensors, as those of gloo do."""
+    is_taken = GradientMemory.is_taken
+
+    def is_taken_for_good(memory: GradientMemory) -> bool:
+        deadline = time.monotonic() + 1  # gloo's threads drop tensors a moment after an operation has ended
+        while (result := is_taken(memory)) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return result
+
     with (
         patch.object(bucket_set, "_GIVE_BACK_ON", (device().type,)),
         patch.object(bucket, "_GIVE_BACK_FROM_BYTES", 0),
         patch.object(Collectives, "_hold", lambda _, *tensors: tensors),
+        patch.object(GradientMemory, "is_taken", is_taken_for_good),
     ):
         yield
 
