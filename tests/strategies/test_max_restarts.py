@@ -213,8 +213,8 @@ def test_torchrun_starts_all_ranks_again_from_the_newest_checkpoint(without_faul
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("whats", [["requeue"], ["requeue", "raise"], ["raise", "OSError", "SIGUSR1"]], ids=" ".join)
-def test_slurm_requeues_from_where_the_signal_came(whats: list[str], without_faults: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", [["requeue"], ["requeue", "raise"], ["raise", "OSError", "SIGUSR1"]], ids=" ".join)
+def test_slurm_requeues_from_where_the_signal_came(kinds: list[str], without_faults: Any, tmp_path: Path) -> None:
     job = slurm_job(num_nodes=1)
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
@@ -224,8 +224,8 @@ def test_slurm_requeues_from_where_the_signal_came(whats: list[str], without_fau
     scontrol.chmod(0o755)
     # To one rank, in the middle of a step: what is saved is the state after it, and all ranks save it.
     # Also if that step fails and is taken again, and in a pause between two attempts.
-    plan = json.dumps({"faults": [fault(what, step=7) for what in whats]})
-    num_restarts = len(whats) - (whats[0] == "requeue")
+    plan = json.dumps({"faults": [fault(what, step=7) for what in kinds]})
+    num_restarts = len(kinds) - (kinds[0] == "requeue")
     for restart_count in range(2):
         variables = {**job, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_RESTART_COUNT": str(restart_count)}
         tasks = [Program([SCRIPTS / "goes_on.py", plan], {**variables, **slurm_task(rank, 1)}) for rank in range(2)]
