@@ -37,6 +37,7 @@ from tests.replicas.test_replicas import test_different_modules_are_refused_on_e
 from tests.replicas.test_sync_batchnorm import Batches
 from tests.strategies import test_cuda_graphs as graphs
 from tests.strategies import test_equals_ddp as equals_ddp
+from tests.strategies import test_fabric as fabric
 from tests.support.jobs import sharding
 from tests.support.jobs.models import CASES
 from tests.support.jobs.parity import (
@@ -128,6 +129,8 @@ def tests() -> Iterator[Test]:
     yield on_two(cuda.a_graph_that_is_garbage_leaves_captures_alone)
     yield on_two(cuda.a_captured_step_trains_like_others)
     yield from user_collectives_tests()
+    for loop in fabric.LOOPS:
+        yield named(fabric.test_training_equals_ddp, loop=loop)
     for counted in ([0, 1], [1]):
         yield named(outer_steps, world_size=2, counted=counted)
     yield from sharded_tests()
@@ -148,6 +151,8 @@ def user_collectives_tests() -> Iterator[Test]:
     yield named(user_collectives.test_disorder_is_refused)
     yield named(equals_ddp.test_training_equals_ddp, program="contrastive")
     yield on_two(cuda.a_captured_step_trains_like_others, communicates=True)
+    yield named(fabric.test_ranks_that_use_different_parts_of_two_modules_equal_ddp)
+    yield named(fabric.test_a_program_may_communicate_within_backwards_of_two_modules)
 
 
 def sharded_tests() -> Iterator[Test]:

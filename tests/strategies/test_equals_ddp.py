@@ -340,7 +340,7 @@ class Masks(Callback):
 
 def mask(param: Tensor) -> None:
     assert param.grad is not None
-    param.grad.mul_((torch.arange(param.numel()) % 2).view_as(param))
+    param.grad.mul_((torch.arange(param.numel(), device=param.device) % 2).view_as(param))
 
 
 class Talkative(Regression):

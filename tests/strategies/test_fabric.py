@@ -22,7 +22,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from tests.strategies.test_equals_ddp import mask
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
-from tests.support.ranks import on_ranks, raised_by, run_on_ranks
+from tests.support.ranks import device, on_ranks, raised_by, run_on_ranks
 from tests.support.scripts.fabrics import ROOTS, make_fabric
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
 
@@ -43,7 +43,7 @@ def set_up(fabric: Any, module: nn.Module | None = None) -> tuple[Any, Any]:
 
 def loss_of(module: Callable[[Tensor], Tensor], step: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
-    return module(torch.randn(4, 4, generator=generator)).square().mean()
+    return module(torch.randn(4, 4, generator=generator).to(device())).square().mean()
 
 
 def take_step(fabric: Any, module: Any, optimizer: Any, loss: Tensor) -> None:
@@ -143,10 +143,10 @@ def idle_rank(fabric: Any) -> Weights:
     for step in range(NUM_STEPS):
         loss = loss_of(module, step)
         if fabric.global_rank == 1:
-            loss = torch.zeros((), requires_grad=True) if is_ours else 0 * loss
+            loss = torch.zeros((), device=device(), requires_grad=True) if is_ours else 0 * loss
         take_step(fabric, module, optimizer, loss)
     with torch.no_grad():
-        module.eval()(torch.zeros(1, 4))  # shares the buffers
+        module.eval()(torch.zeros(1, 4, device=device()))  # shares the buffers
     return weights_of(module)
 
 
@@ -180,7 +180,7 @@ def compiled(fabric: Any) -> Weights:
         take_step(fabric, wrapped, optimizer, loss_of(wrapped, step))
         if step == 2:
             with torch.no_grad():
-                wrapped.eval()(torch.zeros(1, 4))
+                wrapped.eval()(torch.zeros(1, 4, device=device()))
             wrapped.train()
     return weights_of(module)
 
