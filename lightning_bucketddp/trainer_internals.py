@@ -20,16 +20,6 @@ Undo = Callable[[], None]
 
 # Attributes of a LightningModule that change while it trains.
 SET_BY_LIGHTNING = {"_trainer", "_current_fx_name"}
-# The state of new callbacks, by class, as far as they do not load it from a checkpoint.
-_AS_NEW: dict[str, dict[str, Any]] = {
-    "ModelCheckpoint": {
-        "_last_global_step_saved": 0,
-        "_last_checkpoint_saved": "",
-        "_defer_save_until_validation": False,
-    },
-    "StochasticWeightAveraging": {"_initialized": False, "_swa_scheduler": None, "n_averaged": None},
-    "WeightAveraging": {"_latest_update_epoch": -1},
-}
 # The class of the modules that `fabric.setup` returns.
 WRAPPER_OF_FABRIC = "_FabricModule"
 
@@ -424,10 +414,6 @@ def begin_fit(trainer: Trainer) -> None:
     trainer.fit_loop = type(loop)(trainer, min_epochs=loop.min_epochs, max_epochs=loop.max_epochs)
     trainer.fit_loop.epoch_loop = type(steps)(trainer, min_steps=steps.min_steps, max_steps=steps.max_steps)
     known(known(trainer, "_logger_connector"), "reset_metrics")()
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # As in a new process of another rank, so that all ranks save, and average weights, in the same steps.
-        states = [_AS_NEW.get(base.__name__, {}) for base in type(callback).__mro__]
-        vars(callback).update({name: it for state in states for name, it in state.items() if name in vars(callback)})
     trainer.state.status = type(trainer.state.status)("running")
     trainer.training = True
     trainer.should_stop = False

@@ -10,6 +10,7 @@ Note: a restart
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import logging
@@ -17,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +32,7 @@ from lightning_bucketddp.startup.rendezvous import START, Rendezvous, knocks_of
 from lightning_bucketddp.startup.store import StartError, StoreAddress, part_of
 from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.base import StrategyBase
-from lightning_bucketddp.trainer_internals import begin_fit, end_failed_fit
+from lightning_bucketddp.trainer_internals import SET_BY_LIGHTNING, begin_fit, end_failed_fit
 from lightning_bucketddp.wording import list_some_ranks, wrap
 
 if TYPE_CHECKING:
@@ -43,14 +45,23 @@ _VERDICT_WITHIN_S = 30.0
 _POLL_S = 0.02
 # Back-off while attempts do not come further than earlier ones: 1 s, 2 s, 4 s, ..., and at most this.
 _LONGEST_PAUSE_S = 60.0
+# A list, dictionary or set with more items is data: nobody changes it in a fit.
+_MOST_ITEMS = 1000
+_PACKAGE = __name__.partition(".")[0]
+_ATTRIBUTES_OF_TORCH = vars(nn.Module()).keys()
 
 
-class ModuleAtStart:
-    """The state of a module before `fit` that no checkpoint holds, for processes that are not new."""
+class StateAtStart:
+    """What a program has when it calls `fit` and no checkpoint holds, for processes that are not new.
 
-    def __init__(self, module: nn.Module) -> None:
+    All ranks begin an attempt with it, as those do whose processes are new.
+    """
+
+    def __init__(self, trainer: Any) -> None:
         from torchmetrics import Metric
 
+        self._trainer, module = trainer, trainer.lightning_module
+        self._settings = trainer.accumulate_grad_batches, trainer.fit_loop.max_epochs
         self._metrics = [it for it in module.modules() if isinstance(it, Metric)]
         self._is_training = {it: it.training for it in module.modules()}
         self._is_trained = {param: param.requires_grad for param in module.parameters()}
@@ -60,8 +71,32 @@ class ModuleAtStart:
             for name in owner._non_persistent_buffers_set
             if isinstance(buffer := owner._buffers.get(name), Tensor)
         ]
+        owners = [it for it in module.modules() if not isinstance(it, Metric)]
+        owners += [it for it in trainer.callbacks if type(it).__module__.partition(".")[0] != _PACKAGE]
+        owners += [] if trainer.datamodule is None else [trainer.datamodule]
+        self._attributes = [(owner, _attributes_of(owner)) for owner in owners]
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        for _, attributes in self._attributes:
+            for value in attributes.values():
+                self._keep_content(value)
+
+    def _keep_content(self, value: Any) -> None:
+        is_container = isinstance(value, list | dict | set | deque) and len(value) <= _MOST_ITEMS
+        if is_container and id(value) not in self._containers:
+            self._containers[id(value)] = value, copy.copy(value)
+            for item in value.values() if isinstance(value, dict) else value:
+                self._keep_content(item)
 
     def restore(self) -> None:
+        # A `GradientAccumulationScheduler`, or one that averages weights, has changed them.
+        self._trainer.accumulate_grad_batches, self._trainer.fit_loop.max_epochs = self._settings
+        for owner, attributes in self._attributes:
+            for name in _attributes_of(owner).keys() - attributes.keys():
+                del vars(owner)[name]
+            vars(owner).update(attributes)
+        for container, content in self._containers.values():
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(content)
         for module, is_training in self._is_training.items():
             module.training = is_training
         for param, is_trained in self._is_trained.items():
@@ -71,6 +106,12 @@ class ModuleAtStart:
             owner._buffers[name] = buffer.clone()
         for metric in self._metrics:  # before the failure they have counted what is seen again
             metric.reset()
+
+
+def _attributes_of(owner: object) -> dict[str, Any]:
+    """Return the attributes that a program can have changed, without the weights and hooks of a module."""
+    of_others = (_ATTRIBUTES_OF_TORCH | SET_BY_LIGHTNING) if isinstance(owner, nn.Module) else set()
+    return {name: value for name, value in vars(owner).items() if name not in of_others}
 
 
 class Restarts:
@@ -83,27 +124,28 @@ class Restarts:
         self._has_trained = False
         self._requeue_signal = 0  # that has come to a failed attempt; 0: none
         self._pause_s = 0.0  # of rank 0, for which the others wait at the rendezvous
-        self._settings_at_start: tuple[int, int | None] = (1, None)
+        self._at_start: StateAtStart | None = None
 
     def run(self, attempt: Callable[[], Any]) -> Any:
         """Return the result of `attempt`: a fit, which begins again if it fails, or another function of a Trainer."""
-        module = self._strategy.lightning_module
-        if module is None:
+        if self._strategy.lightning_module is None:
             return attempt()
-        at_start, excepthook = ModuleAtStart(module), sys.excepthook
+        excepthook = sys.excepthook
         self.count, self._has_trained, self._requeue_signal = 0, False, 0
         self._last: tuple[object, ...] = ()  # the last failure and where it was
         self._furthest = 0  # the most steps of an attempt
         self._num_in_vain = 0  # attempts in a row that did not come further
         while True:
             try:
-                return attempt()
+                result = attempt()
+                self._at_start = None
+                return result
             except Exception as error:
                 self.note_requeue(is_pause=False)
                 if not self._follows(error):
                     raise
             # Outside of `except`, so that the error does not keep its frames.
-            self._clean_up(at_start, excepthook)
+            self._clean_up(excepthook)
             self._strategy.has_partial_step = True  # until the checkpoint is loaded
             self._strategy._checkpoints.auto_resume.begin_restart()
             self._strategy._loaders.restore_combined()
@@ -145,13 +187,9 @@ class Restarts:
                 raise RuntimeError(f"{list_some_ranks(knocks)} can be taken in again")
 
     def begin_attempt(self) -> None:
-        """Restore the settings that callbacks change in a fit: all attempts begin with the same ones."""
-        if self._strategy.lightning_module is None:
-            return
-        trainer = self._strategy.trainer
-        if self.count == 0:
-            self._settings_at_start = trainer.accumulate_grad_batches, trainer.fit_loop.max_epochs
-        trainer.accumulate_grad_batches, trainer.fit_loop.max_epochs = self._settings_at_start
+        """Keep what the program has in the first attempt: all others begin with it."""
+        if self.count == 0 and self._strategy.lightning_module is not None:
+            self._at_start = StateAtStart(self._strategy.trainer)
 
     def begin_training(self) -> None:
         """Restart after failures from now on, when there is a checkpoint. Earlier failures are those of the program."""
@@ -252,7 +290,7 @@ class Restarts:
         log.warning(wrap(f"bucketddp: restart {self.count + 1} of {self._option.number} {when}. {failure.summary()}"))
         return None
 
-    def _clean_up(self, at_start: ModuleAtStart, excepthook: Any) -> None:
+    def _clean_up(self, excepthook: Any) -> None:
         """Clean up after the failed attempt in this process."""
         # Where all ranks have raised, none has left the process group.
         if torch.distributed.is_initialized():
@@ -262,7 +300,8 @@ class Restarts:
         if sys.excepthook.__module__ == torch.distributed.distributed_c10d.__name__:
             sys.excepthook = excepthook
         time.sleep(self._pause_s)
-        at_start.restore()
+        if self._at_start is not None:
+            self._at_start.restore()
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()

@@ -6,7 +6,9 @@ import itertools
 import json
 import os
 import re
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import nn
 
 from benchmarks.ports import own_port
 from lightning_bucketddp.recording.schema import read_run
-from lightning_bucketddp.strategies.restarts import ModuleAtStart
+from lightning_bucketddp.strategies.restarts import StateAtStart
 from tests.startup.test_clusters import slurm_job, slurm_task
 from tests.support.hosts import two_hosts
 from tests.support.programs import SCRIPTS, Program, Run, run, run_together
@@ -93,6 +95,8 @@ def test_a_run_goes_on_after_every_kind_of_fault(
     steps = [fault["step"] for fault in faults]
     attempts = [notes(tmp_path, "attempts", rank) for rank in range(2)]
     assert [attempt["step"] for attempt in attempts[0]] == [0, *steps]
+    for rank in range(2):  # as in a new process
+        assert notes(tmp_path, "counted", rank) == [[0]] * len(attempts[0])
     # Rank 0 keeps its process; rank 1 has another only where its own was gone.
     assert len({attempt["pid"] for attempt in attempts[0]}) == 1
     pids = [attempt["pid"] for attempt in attempts[1]]
@@ -401,18 +405,36 @@ def test_restarts_are_counted_and_nothing_grows_with_them(num_restarts: int, tmp
 
 def test_a_module_is_put_back_to_what_fit_was_called_with() -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    module[1].factor, module.losses, rows = 1.0, {"train": deque([1]), "names": {"a"}}, [0] * 1001
+    module.rows, losses, callback = rows, module.losses, SimpleNamespace(best=None, module=module)
     module.register_buffer("seen", torch.zeros(2), persistent=False)
     module[1].eval()
     module[0].bias.requires_grad = False
-    at_start = ModuleAtStart(module)
+    loop = SimpleNamespace(max_epochs=3)
+    trainer = SimpleNamespace(lightning_module=module, callbacks=[callback], datamodule=None, fit_loop=loop)
+    trainer.accumulate_grad_batches = 2
+    at_start = StateAtStart(trainer)
+    trainer.accumulate_grad_batches, loop.max_epochs = 4, 9
     module.eval()
     module.requires_grad_(True)
     module.seen += 3
     module[0].weight.grad = torch.ones(2, 2)
+    module[0].new, callback.best = 1, 0.5
+    module.rows = None
     for _ in range(2):  # what is put back is not shared with what was kept
         at_start.restore()
         assert [it.training for it in module.modules()] == [True, True, False]
         assert [param.requires_grad for param in module.parameters()] == [True, False]
         assert module.seen.tolist() == [0, 0]
         assert module[0].weight.grad is None
+        assert (trainer.accumulate_grad_batches, loop.max_epochs) == (2, 3)
+        assert not hasattr(module[0], "new")
+        assert callback == SimpleNamespace(best=None, module=module)
+        assert module.losses is losses
+        assert losses == {"train": deque([1]), "names": {"a"}}
+        assert module[1].factor == 1
+        assert module.rows is rows
         module.seen += 3
+        module[1].factor, module.losses = 2, {}
+        losses["train"].append(2)
+        losses.update(names=set(), test=[])

@@ -64,6 +64,7 @@ class Learner(LightningModule):
         self.frozen = nn.Parameter(torch.ones(()))
         self.frozen.requires_grad = False
         self.num_validated = SumMetric()
+        self.counted: dict[str, list[int]] = {"batches": []}
         self._faults = {number: fault for number, fault in enumerate(faults) if fault.get("fit", fit) == fit}
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
@@ -164,6 +165,20 @@ def main() -> None:
             fit(plan, number)
 
 
+class Counter(Callback):
+    """Counts batches in attributes of its own and of the module, which no checkpoint has."""
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        note("counted", [self.num_batches, *module.counted["batches"]], trainer.global_rank)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.num_batches += 1
+        module.counted["batches"].append(batch_idx)
+
+
 class Rescue(OnExceptionCheckpoint):
     def teardown(self, *args: Any, **options: Any) -> None:
         """Keep the file, which Lightning removes when a fit ends well."""
@@ -205,7 +220,7 @@ def fit(plan: dict[str, Any], number: int) -> None:
         ),
         max_epochs=plan.get("epochs", 2),
         default_root_dir=RESULTS,
-        callbacks=[*checkpoints(plan), *monitors, *changing],
+        callbacks=[*checkpoints(plan), *monitors, *changing, Counter()],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
