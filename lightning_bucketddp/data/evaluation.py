@@ -35,8 +35,17 @@ def changed_loader(loader: Any, members: dict[str, Any] | None = None, **attribu
         vars(changed).update(attributes, _iterator=None)
     if members is not None:
         original: Any = type(loader)
+        before, iterate = dict(vars(loader)), members.get("__iter__", original.__iter__)
+
+        def iterate_anew(this: Any) -> Any:
+            # The program may have kept its loader, and set attributes there.
+            now = {name: it for name, it in vars(loader).items() if it is not before.get(name, _MISSING)}
+            vars(this).update({name: it for name, it in now.items() if name not in ("_iterator", *attributes)})
+            return iterate(this)
+
         # Still an instance of its own class: users and Lightning ask for that, and set attributes of the class.
-        changed.__class__ = type(original.__name__, (original,), {"__module__": original.__module__, **members})
+        namespace = {"__module__": original.__module__, **members, "__iter__": iterate_anew}
+        changed.__class__ = type(original.__name__, (original,), namespace)
     return changed
 
 

@@ -23,13 +23,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
-from lightning_bucketddp.data.evaluation import changed_loader, is_even, length_of
+from lightning_bucketddp.data.evaluation import is_even, length_of
 from lightning_bucketddp.data.sharded_iterable import is_dealt
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.wording import list_some_ranks
-
-# Py_TPFLAGS_HEAPTYPE: Python lets an object change from such a class to another one.
-_DEFINED_IN_PYTHON = 1 << 9
 
 
 @dataclass(eq=False)
@@ -59,25 +56,22 @@ class UnevenData:
         """Return a loader like `loader` that notifies the other ranks when it ends, or goes on until theirs do."""
         if is_even(loader):
             return loader
-        if not type(loader).__flags__ & _DEFINED_IN_PYTHON:
-            loader = _Batches(loader)
-        original: Any = type(loader)
         length = self._agreed_length(loader)
 
         def iterate(this: Any) -> Iterator[Any]:
             # The batches that a resumed run has read before; asked before the next pass begins.
-            num_read: int = getattr(this, "num_batches_read", 0)
-            batches: Iterator[Any] = original.__iter__(this)
+            num_read: int = getattr(loader, "num_batches_read", 0)
+            batches = _remaining(iter(loader))
             if not is_only_loader(this):
                 return self._one_of_several(batches)
             if not self.extends:
                 return self._watched(batches, length, num_read=num_read)
-            return self._extended(batches, length, num_read=num_read, begin_again=lambda: original.__iter__(this))
+            return self._extended(batches, length, num_read=num_read, begin_again=lambda: iter(loader))
 
         members: dict[str, Any] = {"__iter__": iterate}
         if self.extends and length != math.inf:
             members["__len__"] = lambda _: length
-        return changed_loader(loader, members)
+        return _standing_for(loader, members)
 
     def _agreed_length(self, loader: Any) -> float:
         """Return this rank's number of batches, or the largest of all ranks' if all are to have as many."""
@@ -142,17 +136,35 @@ class UnevenData:
         yield from batches
 
 
-@dataclass(eq=False)
-class _Batches:
-    """Wraps a loader of a built-in type, such as a list or generator of batches, whose class cannot be changed."""
+class _StandIn:
+    """Stands for a loader that its user keeps, and may change: what is set in one is set in both."""
 
-    batches: Any
+    def __init__(self, loader: Any) -> None:
+        vars(self)["stands_for"] = loader
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
+    __class__ = property(lambda self: type(vars(self)["stands_for"]))
 
-    def __len__(self) -> int:
-        return len(self.batches)
+    def __getattr__(self, name: str) -> Any:
+        if name == "stands_for" or name.startswith("__"):  # asked for while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.stands_for, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.stands_for, name, value)
+
+
+def _standing_for(loader: Any, members: dict[str, Any]) -> Any:
+    """Return a `_StandIn` for `loader`; `members` replace those of its class."""
+    special = [name for name in ("__len__", "__getitem__", "__next__") if hasattr(type(loader), name)]
+    same = {name: lambda this, *args, _name=name: getattr(this.stands_for, _name)(*args) for name in special}
+    return type(type(loader).__name__, (_StandIn,), {**same, **members})(loader)
+
+
+def _remaining(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield what `batches` gives, without `iter`: a loader that is its own iterator would begin again."""
+    nothing = object()
+    while (batch := next(batches, nothing)) is not nothing:
+        yield batch
 
 
 _NUM_STEPS = 3

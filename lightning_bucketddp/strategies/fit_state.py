@@ -181,7 +181,7 @@ class LoaderPreparation:
         for part in parts:
             loader = part.prepare_loader(loader, is_training=self._is_training)
         if loader is not original:
-            loader.prepared_from = original  # type: ignore[attr-defined]
+            vars(loader)["prepared_from"] = original  # not by `setattr`, which may set it in the user's object
         return loader
 
 

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.config import ReplicaChecks
@@ -428,6 +429,66 @@ class Watching(Regression):
         return optimizer
 
 
+class OwnLoader:
+    """A loader of a program's own, and its own iterator, which shuffles by an epoch that the program sets."""
+
+    epoch = num_passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_passes += 1
+        batches = list(loader())
+        order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(self.epoch))
+        self._left = iter([batches[number] for number in order.tolist()[dist.get_rank() :: dist.get_world_size()]])
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._left)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class LoaderAround:
+    """A loader around another one, whose attributes it has. It cannot be copied, and has no place for others."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: OwnLoader) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.inner
+
+
+class SetsEpochs(Watching):
+    """Tells a loader that it keeps which epoch begins."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.own = own
+
+    def train_dataloader(self) -> Any:
+        return self.own
+
+    def on_train_epoch_start(self) -> None:
+        self.own.set_epoch(self.current_epoch)
+        self.seen.append((self.own.num_passes, isinstance(self.trainer.train_dataloader, type(self.own))))
+
+
+class SwapsCollation(Watching):
+    """Makes batches in another way from the second epoch on."""
+
+    def train_dataloader(self) -> Any:
+        self.own = loader()
+        return self.own
+
+    def on_train_epoch_end(self) -> None:
+        self.own.collate_fn = lambda samples: [2 * values for values in default_collate(samples)]
+
+
 def loops(module: Callable[[], LightningModule] = Watching, **options: Any) -> Program:
     return Program(module, lambda: {"max_epochs": 2, **options}, validates=True)
 
@@ -565,6 +626,16 @@ LOOPS = {
     "validation_within_epochs": loops(val_check_interval=3, accumulate_grad_batches=2),
     "new_loaders_each_epoch": Program(
         Watching, lambda: {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}, data=GrowingBatches
+    ),
+    "own_loader": Program(lambda: SetsEpochs(OwnLoader()), lambda: {"max_epochs": 3}, data=lambda: None),
+    "loader_around_another": Program(
+        lambda: SetsEpochs(LoaderAround(OwnLoader())), lambda: {"max_epochs": 3}, data=lambda: None
+    ),
+    "loader_changed": Program(
+        SwapsCollation,
+        lambda: {"max_epochs": 3, "use_distributed_sampler": False},
+        strategy={"shard_iterable": True},  # by which the position in an epoch is known
+        data=lambda: None,
     ),
     # Prints nothing, logs nothing, and refuses what the quiet Trainer of the tests says anyway.
     "barebones": loops(barebones=True),
