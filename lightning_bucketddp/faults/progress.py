@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from lightning_bucketddp.faults.failure import Failure, chain_of, format_stack, text_of
 
@@ -68,6 +69,9 @@ class Progress:
         self.describe_backward: Callable[[], str] | None = None
         self._waiting_in = waiting_in
         self._thread: int | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Progress:
+        return Progress(waiting_in=self._waiting_in)  # a copy of the strategy takes part in no run
 
     def follow_this_thread(self) -> None:
         """Follow the calling thread from now on: it is the one that trains."""

@@ -127,6 +127,9 @@ class StopSignals:
         self.late_signal = 0  # that has come to a run which was ending anyway; 0: none
         self.requeue_signal = 0  # that has come, until all ranks have saved; 0: none
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StopSignals:
+        return self  # of a Trainer that is copied in a run, or of something that has it: there is one process
+
     def replace_handlers(self, callback: type) -> None:
         """Make Lightning register our handlers in place of its own.
 

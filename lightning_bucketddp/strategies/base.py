@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import is_dataclass, replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -114,6 +115,12 @@ class StrategyBase:
         self._process_group_backend = options.process_group_backend
         self._timeout = options.timeout
         self._start_method: StartMethod = options.start_method
+        self._ddp_options = arguments["ddp_options"]
+
+    @property
+    def _ddp_kwargs(self) -> Mapping[str, Any]:
+        # Packages that have asked for a `DDPStrategy` read it. What they would write into it, nobody would read.
+        return MappingProxyType(self._ddp_options)
 
     def _start_together(self) -> None:
         """Make the process group, once all ranks are there."""

@@ -144,6 +144,9 @@ class ExactEvaluation(RunPart):
             self._replaced.callback(replace_step(loop, partial(self._evaluation_step, loop)))
         self._replaced.callback(replace_step(trainer.predict_loop, self._predict_step))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExactEvaluation:
+        return self  # as `StopSignals`
+
     def close(self) -> None:
         """Leave the Trainer as it was."""
         self._replaced.close()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_bucketddp import BucketDDPStrategy
 from tests.support.collectives import all_reduced
 from tests.support.ranks import on_ranks
 from tests.support.scripts.models import WIDTH, Regression, loader
@@ -106,6 +107,46 @@ def test_a_copy_is_independent(way: str, hook: str, sync_batchnorm: bool) -> Non
     trained = train(copies, sync_batchnorm=sync_batchnorm)
     assert (copies.num_copies, copies.num_collectives) == (10, 0)
     torch.testing.assert_close(trained, train(None, sync_batchnorm=sync_batchnorm), rtol=0, atol=0)
+
+
+class CopiesItsTrainer(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_copies = 0
+
+    def _copy(self) -> None:
+        self.num_copies += copy.deepcopy(self.trainer) is not self.trainer
+
+    def setup(self, stage: str) -> None:
+        self._copy()
+
+    def on_validation_epoch_start(self) -> None:
+        self._copy()
+
+    def on_train_start(self) -> None:
+        self._copy()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step == 1:
+            self._copy()
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True, "async_checkpoints": True, "uneven_data": True}])
+@on_ranks()
+@like_torchrun()
+def test_a_trainer_is_copied_in_a_fit_and_after_it_and_the_copy_trains_on(options: dict[str, Any]) -> None:
+    ends = []
+    for strategy in (BucketDDPStrategy(**options), "ddp"):
+        torch.manual_seed(0)
+        module = CopiesItsTrainer()
+        trainer = make_trainer(strategy, max_epochs=1)
+        trainer.fit(module, loader(), loader())
+        assert module.num_copies >= 4
+        again = copy.deepcopy(trainer)
+        again.fit_loop.max_epochs = 2
+        again.fit(module, loader(), loader())
+        ends.append((dict(module.state_dict()), (trainer.global_step, again.global_step)))
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
 class Sizes(Callback):

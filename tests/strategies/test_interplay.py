@@ -196,6 +196,16 @@ ANSWERS = {
 
 
 @for_each("root", ROOTS)
+def test_keywords_of_torchs_ddp_are_where_packages_look_for_them(root: str) -> None:
+    """As in `assert trainer.strategy._ddp_kwargs["broadcast_buffers"] is False`."""
+    options = {"broadcast_buffers": False, "find_unused_parameters": True}
+    ours = strategy_class(root)(**options, timeout=60)
+    assert ours._ddp_kwargs == import_module(f"{root}.strategies").DDPStrategy(**options)._ddp_kwargs == options
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        ours._ddp_kwargs["broadcast_buffers"] = True
+
+
+@for_each("root", ROOTS)
 @on_ranks()
 @like_torchrun()
 def test_its_collectives_work_in_processes_of_another_launcher(root: str) -> None:
