@@ -47,10 +47,12 @@ class BufferSync(RunPart):
         self._share_if_due()
         self._ended_synchronised = self.reducer is None or self.reducer.is_synchronised
 
-    def _share_if_due(self) -> None:
+    def _share_if_due(self) -> bool:
         # As torch DDP, before the first forward after a synchronised backward.
-        if self.reducer is not None and self._num_backwards_shared != self.reducer.stats.num_backwards:
+        is_due = self.reducer is not None and self._num_backwards_shared != self.reducer.stats.num_backwards
+        if is_due:
             self.before_evaluation()
+        return is_due
 
     def before_evaluation(self) -> None:
         if self.once and self._num_backwards_shared >= 0:
@@ -75,10 +77,8 @@ class BufferSync(RunPart):
 
     def shared_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that are equal on all ranks now, by name."""
-        if self.once:
-            return {}
-        self._share_if_due()
-        return self.replicas.buffers()
+        # None if they were shared for a validation: `WeightAveraging` has put others in their place since.
+        return self.replicas.buffers() if not self.once and self._share_if_due() else {}
 
 
 @dataclass(eq=False)

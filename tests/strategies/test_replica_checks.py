@@ -185,6 +185,11 @@ HEALTHY: dict[str, Callable[[], Program]] = {
     # Weights are each rank's own for some steps.
     "post_local_sgd": lambda: Program(hooks.PlainSGD, strategy=hooks.HOOKS["post_local_sgd"]()),
 }
+if "weight_averaging_with_statistics" in changes.CHANGES:
+    # Buffers that a validation shared are not those of the batch after it.
+    HEALTHY["swapped_averages"] = lambda: Program(
+        changes.NormRegression, lambda: {"callbacks": changes.CHANGES["weight_averaging_with_statistics"].by()}
+    )
 
 
 @like_torchrun()
