@@ -117,10 +117,12 @@ class StrategyBase:
         self._start_method: StartMethod = options.start_method
         self._ddp_options = arguments["ddp_options"]
 
-    @property
-    def _ddp_kwargs(self) -> Mapping[str, Any]:
-        # Packages that have asked for a `DDPStrategy` read it. What they would write into it, nobody would read.
-        return MappingProxyType(self._ddp_options)
+    if not TYPE_CHECKING:  # Lightning's is a dictionary
+
+        @property
+        def _ddp_kwargs(self) -> Mapping[str, Any]:
+            # Packages that have asked for a `DDPStrategy` read it. What they would write into it, nobody would read.
+            return MappingProxyType(self._ddp_options)
 
     def _start_together(self) -> None:
         """Make the process group, once all ranks are there."""
