@@ -52,6 +52,7 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
             "optimal-plan",
             "gradient-memory",
             "failure-protocol",
+            "restarts",
             "saver",
             "evaluation-rounds",
             "sharded-state",
