@@ -84,7 +84,7 @@ class StateAtStart:
         is_container = isinstance(value, list | dict | set | deque) and len(value) <= _MOST_ITEMS
         if is_container and id(value) not in self._containers:
             self._containers[id(value)] = value, copy.copy(value)
-            for item in value.values() if isinstance(value, dict) else value:
+            for item in _items_of(value):
                 self._keep_content(item)
 
     def restore(self) -> None:
@@ -95,8 +95,9 @@ class StateAtStart:
                 del vars(owner)[name]
             vars(owner).update(attributes)
         for container, content in self._containers.values():
-            container.clear()
-            (container.extend if isinstance(container, list | deque) else container.update)(content)
+            if list(map(id, _items_of(container))) != list(map(id, _items_of(content))):  # some cannot be changed
+                container.clear()
+                (container.extend if isinstance(container, list | deque) else container.update)(content)
         for module, is_training in self._is_training.items():
             module.training = is_training
         for param, is_trained in self._is_trained.items():
@@ -106,6 +107,10 @@ class StateAtStart:
             owner._buffers[name] = buffer.clone()
         for metric in self._metrics:  # before the failure they have counted what is seen again
             metric.reset()
+
+
+def _items_of(container: Any) -> list[Any]:
+    return [*container, *(container.values() if isinstance(container, dict) else ())]
 
 
 def _attributes_of(owner: object) -> dict[str, Any]:

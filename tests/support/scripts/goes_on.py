@@ -36,6 +36,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
+from torch.fx.immutable_collections import immutable_list
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
@@ -170,6 +171,7 @@ class Counter(Callback):
 
     def __init__(self) -> None:
         self.num_batches = 0
+        self.unchanged = immutable_list([1])
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         note("counted", [self.num_batches, *module.counted["batches"]], trainer.global_rank)
