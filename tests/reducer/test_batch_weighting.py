@@ -454,6 +454,59 @@ def test_no_batch_is_lost_where_data_is_uneven(kind: str) -> None:
         assert len(rank.had_output) == setting.num_epochs * max(map(len, setting.sizes))
 
 
+class MeanOfTokens(LightningModule):
+    """Its loss is nan, and so are its gradients, for a batch in which no element counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
+        inputs, targets, mask = batch
+        return ((self.net.layers(inputs).squeeze(1) - targets).square() * mask).sum() / mask.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@for_each(
+    ("sizes", "empty", "steps", "options"),
+    [
+        # By steps: the batches that count, as (rank, batch).
+        ([3, 3], (1, 1), [[(0, 0), (1, 0), (0, 1)], [(0, 2), (1, 2)]], {"on_nonfinite": "raise"}),
+        # Its own step is skipped, and not those in which it stands for data that there is no more.
+        ([6, 2], (1, 1), [[(0, 2), (0, 3)], [(0, 4), (0, 5)]], {"on_nonfinite": "skip", "uneven_data": True}),
+    ],
+)
+@on_ranks()
+@like_torchrun()
+def test_a_loss_of_nan_that_has_no_weight_changes_nothing(
+    sizes: list[int], empty: tuple[int, int], steps: list[list[tuple[int, int]]], options: dict[str, Any]
+) -> None:
+    batches = [batches_of(rank, [4] * size) for rank, size in enumerate(sizes)]
+    batches[empty[0]][empty[1]][2].fill_(False)
+    weight = num_tokens if "uneven_data" not in options else None
+    module, reference = MeanOfTokens(), MeanOfTokens()
+    trainer = make_trainer(
+        BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, gradient_weight=weight, **options),
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        use_distributed_sampler=False,
+        precision="64-true",
+    )
+    trainer.fit(module, DataLoader(batches[dist.get_rank()], batch_size=None))  # type: ignore[arg-type]
+    optimizer = reference.configure_optimizers()
+    for step in steps:
+        counted = [batches[rank][index] for rank, index in step]
+        weights = [float(num_tokens(batch)) if weight else 1.0 for batch in counted]
+        losses = [w * reference.training_step(batch) for w, batch in zip(weights, counted, strict=True)]
+        optimizer.zero_grad()
+        (torch.stack(losses).sum() / sum(weights)).backward()
+        optimizer.step()
+    for param, right in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param, right, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("stopped", "data"), [(1, "stream"), (0, "sized")])
 def test_the_rank_that_stops_is_named_on_every_rank(stopped: int, data: str) -> None:
     sizes = UNEVEN if stopped == 1 else UNEVEN[::-1]
