@@ -261,8 +261,11 @@ class _Model(nn.Module):
         return (self.only_on_rank_zero(outputs) if rank == 0 else outputs).square().mean()
 
 
-def weighted_mean(config: str, num_micro_batches: int) -> None:
-    """Three steps; rank r weighs r + 1, micro-batch m weighs m + 1, and rank 1 has nothing in the last step."""
+def weighted_mean(config: str, num_micro_batches: int, *, exchanges_each: bool) -> None:
+    """Three steps; rank r weighs r + 1, micro-batch m weighs m + 1, and rank 1 has nothing in the last step.
+
+    If each micro-batch is exchanged, a step is the sum of their means.
+    """
     model, reference = _Model().to(device()), _Model().to(device())
     collectives = Collectives(device())
     weighting = Weighting(StepExchange(collectives), by_weight=True)
@@ -279,9 +282,11 @@ def weighted_mean(config: str, num_micro_batches: int) -> None:
         }
         for m in range(num_micro_batches):
             weighting.add(weights[rank, m])
-            with reducer.no_sync() if m < num_micro_batches - 1 else nullcontext(), reducer.backward():
+            is_exchanged = exchanges_each or m == num_micro_batches - 1
+            with nullcontext() if is_exchanged else reducer.no_sync(), reducer.backward():
                 (model.loss(rank, 10 * step + m) * weights[rank, m]).backward()
-        losses = [w * reference.loss(r, 10 * step + m) / sum(weights.values()) for (r, m), w in weights.items()]
+        total = {m: sum(w for (_, n), w in weights.items() if n == m or not exchanges_each) for _, m in weights}
+        losses = [w * reference.loss(r, 10 * step + m) / total[m] for (r, m), w in weights.items()]
         torch.stack(losses).sum().backward()
         tolerance = 2e-2 if config in ("bf16_wire", "int8_wire") else 1e-5
         for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -427,10 +432,15 @@ def test_what_is_weighed_counts_as_in_one_process(what: str) -> None:
     assert_trained_as_one_process(WEIGHED[what])
 
 
-@pytest.mark.parametrize(("world_size", "num_micro_batches"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "num_micro_batches", "exchanges_each"), [(2, 3, False), (3, 1, False), (2, 2, True)]
+)
 @for_each("config", CONFIGS)
-def test_every_kind_of_bucket_is_weighed(config: str, num_micro_batches: int, world_size: int) -> None:
-    run_on_ranks(weighted_mean, world_size=world_size, config=config, num_micro_batches=num_micro_batches)
+def test_every_kind_of_bucket_is_weighed(
+    config: str, num_micro_batches: int, world_size: int, exchanges_each: bool
+) -> None:
+    options = {"num_micro_batches": num_micro_batches, "exchanges_each": exchanges_each}
+    run_on_ranks(weighted_mean, world_size=world_size, config=config, **options)
 
 
 # --- Uneven data
