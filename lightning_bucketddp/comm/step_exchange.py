@@ -235,7 +235,7 @@ class Weighting:
             # Not of others: they stay as they are, and a divided gradient could not be read.
             self._put_aside = [(param, param.grad.clone()) for param in trained if param.grad is not None]
             for param, _ in self._put_aside if self.by_weight else ():
-                param.grad.detach().zero_()  # type: ignore[union-attr]  # in place: it may be the program's
+                zero_in_place(param.grad)  # type: ignore[arg-type]  # it may be the program's
         has_changed = syncs and trainable != self._trainable
         if has_changed:
             self._trainable = trainable
@@ -286,6 +286,11 @@ class Weighting:
         for param, earlier in self._put_aside or () if self.by_weight or self._adds_nothing else ():
             param.grad = earlier if param.grad is None else param.grad.add_(earlier)
         self._put_aside = None
+
+
+def zero_in_place(gradient: Tensor) -> None:
+    # Without its graph, if it has one. A sparse one has none, and detached it would not share what `zero_` changes.
+    (gradient if gradient.is_sparse else gradient.detach()).zero_()
 
 
 def id_of(data: bytes) -> int:

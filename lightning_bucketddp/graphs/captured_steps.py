@@ -57,6 +57,7 @@ from lightning_bucketddp.graphs.replay import (
     take_gradients,
 )
 from lightning_bucketddp.part import RunPart
+from lightning_bucketddp.reducer.grad_hooks import adding_zeros
 from lightning_bucketddp.reducer.launch_queue import CapturedBackward
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.trainer_internals import ClosureParts, Undo, logging_in, replace_closures
@@ -374,11 +375,11 @@ class CapturedSteps(RunPart):
             loss = result.closure_loss
             if loss is None:
                 raise NotCapturedError("`training_step` returned None")
-            if not reducer.is_alone:
-                reducer.finiteness.check_loss(loss)
             weight = strategy.loss_factor()
+            if weight != 0 and not reducer.is_alone:
+                reducer.finiteness.check_loss(loss)
             loss = precision.pre_backward(loss if weight == 1 else loss * weight, module)
-            with reducer.captured_backward(backward):
+            with adding_zeros([] if weight != 0 else reducer.params), reducer.captured_backward(backward):
                 precision.backward(loss, module, closure.optimizer)
             precision.post_backward(loss, module)
         return result, logged, backward

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, zeros_like
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
@@ -155,6 +155,17 @@ def refuse_gradients(parameters: Iterable[nn.Parameter], text: str) -> None:
         if param.is_floating_point() or param.is_complex():
             with _trainable(param):
                 param.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def adding_zeros(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Have a backward inside, of a loss without weight, add zeros: zero times an infinite gradient is nan."""
+    handles = [param.register_hook(zeros_like) for param in parameters if param.requires_grad]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def hook_on_node(param: Tensor, on_gradient: Callable[..., None]) -> tuple[Node, RemovableHandle]:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bucketddp.comm.step_exchange import zero_in_place
 from lightning_bucketddp.config import REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.reducer.bucket import Bucket
 from lightning_bucketddp.reducer.bucket_set import BucketSet, Flags
@@ -291,7 +292,7 @@ def drop_gradients(optimizer: Optimizer, precision: Any) -> None:
     """Leave nothing of a step that was withheld; `precision` is the plugin, which may have a GradScaler."""
     for gradient in [param.grad for group in optimizer.param_groups for param in group["params"]]:
         if gradient is not None:
-            gradient.detach().zero_()  # in place: it may be in a buffer of the program's
+            zero_in_place(gradient)  # it may be in a buffer of the program's
     if (scaler := scaler_of(precision)) is not None:
         # The scale stays: this only resets that these gradients may have been unscaled already, for clipping.
         scaler.update(scaler.get_scale())

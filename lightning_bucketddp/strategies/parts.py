@@ -254,9 +254,11 @@ class BatchWeighting(RunPart):
 
     def agree(self, loss: Any) -> Any:
         """Return None, by which Lightning knows that no backward took place, on all ranks or on none."""
-        if loss is None and self.weighting is not None and not self.weighting.nobody_contributed:
-            return torch.zeros((), device=self.collectives.device)
-        return loss
+        if self.weighting is None:
+            return loss
+        if self.weighting.nobody_contributed:
+            return None
+        return torch.zeros((), device=self.collectives.device) if loss is None else loss
 
     def _relative_weight(self) -> float:
         """Return the weight relative to a typical one, so that a weighted loss stays in the range of its dtype."""

@@ -26,6 +26,7 @@ from lightning_bucketddp.checkpoint.checkpoint_io import read_nowhere, read_on_e
 from lightning_bucketddp.checkpoint.rank_state import HookState, bucket_layout, gather_to_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.process_group import RollCall
+from lightning_bucketddp.comm.step_exchange import OutOfStepError
 from lightning_bucketddp.faults.progress import ABOUT_TO_SAVE, SAVING
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.strategies.auto_resume import AutoResume
@@ -128,6 +129,13 @@ class TrainerCheckpoints:
 
     def begin_training(self) -> None:
         strategy, trainer = self._strategy, self._strategy.trainer
+        steps = strategy.gather_json([trainer.current_epoch, trainer.global_step])
+        if any(step != steps[0] for step in steps):  # ranks would save and end at different times
+            where = ", ".join(f"rank {rank}: step {step} in epoch {epoch}" for rank, (epoch, step) in enumerate(steps))
+            raise OutOfStepError(
+                f"The ranks would go on from different steps ({where}), at which an error has ended the last fit of"
+                " this Trainer. Pass `ckpt_path`, or fit with a new Trainer, which begins at step 0."
+            )
         strategy._writer.stats = CheckpointStats()
         self._in_background = strategy.options.async_checkpoints and not self._links_to_last
         if strategy.options.async_checkpoints and self._links_to_last:

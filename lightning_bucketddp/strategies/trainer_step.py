@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_bucketddp.checkpoint.checkpoint_io import write_on_rank_zero
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
 from lightning_bucketddp.processes import rank_zero_warn
+from lightning_bucketddp.reducer.grad_hooks import adding_zeros
 from lightning_bucketddp.reducer.nonfinite import StepWithheld, drop_gradients, withhold_nonfinite
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, NOTHING, graphs_split, outside_of_graphs
 from lightning_bucketddp.reducer.reducer import Reducer
@@ -121,13 +122,16 @@ def run_backward(
     with strategy.recording.during(BACKWARD):
         strategy._progress.enter(BACKWARD)
         strategy.pre_backward(loss)
-        if reducer is not None:
+        weighted = strategy.weigh(loss)
+        counts = weighted is loss or strategy.loss_factor() != 0
+        if reducer is not None and counts:
             reducer.finiteness.check_loss(loss)
-        loss = precision.pre_backward(strategy.weigh(loss), module)
+        loss = precision.pre_backward(weighted, module)
         # In a trial of a search the ranks fail together and go on.
         is_guarded = not strategy.is_searching
         with (
             strategy.ending_all_ranks(reducer) if is_guarded and reducer is not None else nullcontext(),
+            nullcontext() if counts or reducer is None else adding_zeros(reducer.params),
             nullcontext() if reducer is None else reducer.backward(),
         ):
             precision.backward(loss, module, optimizer, *args, **kwargs)

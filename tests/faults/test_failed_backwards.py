@@ -185,3 +185,42 @@ def test_a_fit_does_not_end_well_after_a_last_backward_that_all_ranks_have_caugh
         seen = ended.results[f"seen{rank}"]
         assert f"Rank {rank} cannot go on: a backward has failed" in seen["error"]
         assert seen["weights"] == [[-1.0 * FAILS_IN] * 4] * 6
+
+
+class AfterTheExchange(Steps):
+    """Raises once on rank 1 in front of a step, which rank 0 takes."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_rank == self._fails_on and self.global_step == FAILS_IN:
+            self._fails_on = -1
+            raise RuntimeError("boom")
+
+
+def fit_again(*, directory: Path) -> None:
+    module, data = AfterTheExchange(fails_at=6), DataLoader(TensorDataset(torch.zeros(12, 1)))
+    trainers = [make_trainer(BucketDDPStrategy(), devices=2, max_epochs=1) for _ in range(2)]
+
+    def error_of(trainer: Any) -> str:
+        try:
+            trainer.fit(module, data)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    errors = [error_of(trainer) for trainer in (trainers[0], *trainers)]
+    weights = [w.tolist() for w in module.weights]
+    write(directory / f"seen{trainers[0].global_rank}.json", {"weights": weights, "errors": errors})
+
+
+def test_a_trainer_whose_ranks_have_failed_at_different_steps_does_not_fit_again(tmp_path: Path) -> None:
+    with doomed_ranks(fit_again, directory=tmp_path) as ranks:
+        ended = ranks.wait()
+    assert ended.exit_codes == [0, 0], ended.output
+    for rank in (0, 1):
+        seen = ended.results[f"seen{rank}"]
+        first, refused, none = seen["errors"]
+        assert "boom" in first
+        assert "different steps (rank 0: step 5 in epoch 0, rank 1: step 4 in epoch 0)" in refused
+        assert not none
+        # Another Trainer goes on from the step that rank 0 has taken.
+        assert seen["weights"] == [[-1.0 * (FAILS_IN + 1 + 6)] * 4] * 6

@@ -261,8 +261,11 @@ class _Model(nn.Module):
         return (self.only_on_rank_zero(outputs) if rank == 0 else outputs).square().mean()
 
 
-def weighted_mean(config: str, num_micro_batches: int) -> None:
-    """Three steps; rank r weighs r + 1, micro-batch m weighs m + 1, and rank 1 has nothing in the last step."""
+def weighted_mean(config: str, num_micro_batches: int, *, exchanges_each: bool) -> None:
+    """Three steps; rank r weighs r + 1, micro-batch m weighs m + 1, and rank 1 has nothing in the last step.
+
+    If each micro-batch is exchanged, a step is the sum of their means.
+    """
     model, reference = _Model().to(device()), _Model().to(device())
     collectives = Collectives(device())
     weighting = Weighting(StepExchange(collectives), by_weight=True)
@@ -279,9 +282,11 @@ def weighted_mean(config: str, num_micro_batches: int) -> None:
         }
         for m in range(num_micro_batches):
             weighting.add(weights[rank, m])
-            with reducer.no_sync() if m < num_micro_batches - 1 else nullcontext(), reducer.backward():
+            is_exchanged = exchanges_each or m == num_micro_batches - 1
+            with nullcontext() if is_exchanged else reducer.no_sync(), reducer.backward():
                 (model.loss(rank, 10 * step + m) * weights[rank, m]).backward()
-        losses = [w * reference.loss(r, 10 * step + m) / sum(weights.values()) for (r, m), w in weights.items()]
+        total = {m: sum(w for (_, n), w in weights.items() if n == m or not exchanges_each) for _, m in weights}
+        losses = [w * reference.loss(r, 10 * step + m) / total[m] for (r, m), w in weights.items()]
         torch.stack(losses).sum().backward()
         tolerance = 2e-2 if config in ("bf16_wire", "int8_wire") else 1e-5
         for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -427,10 +432,15 @@ def test_what_is_weighed_counts_as_in_one_process(what: str) -> None:
     assert_trained_as_one_process(WEIGHED[what])
 
 
-@pytest.mark.parametrize(("world_size", "num_micro_batches"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "num_micro_batches", "exchanges_each"), [(2, 3, False), (3, 1, False), (2, 2, True)]
+)
 @for_each("config", CONFIGS)
-def test_every_kind_of_bucket_is_weighed(config: str, num_micro_batches: int, world_size: int) -> None:
-    run_on_ranks(weighted_mean, world_size=world_size, config=config, num_micro_batches=num_micro_batches)
+def test_every_kind_of_bucket_is_weighed(
+    config: str, num_micro_batches: int, world_size: int, exchanges_each: bool
+) -> None:
+    options = {"num_micro_batches": num_micro_batches, "exchanges_each": exchanges_each}
+    run_on_ranks(weighted_mean, world_size=world_size, config=config, **options)
 
 
 # --- Uneven data
@@ -452,6 +462,59 @@ def test_no_batch_is_lost_where_data_is_uneven(kind: str) -> None:
     setting = replace(UNEVEN_DATA[kind], options={"uneven_data": True, **UNEVEN_DATA[kind].options})
     for rank in assert_trained_as_one_process(setting):
         assert len(rank.had_output) == setting.num_epochs * max(map(len, setting.sizes))
+
+
+class MeanOfTokens(LightningModule):
+    """Its loss is nan, and so are its gradients, for a batch in which no element counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
+        inputs, targets, mask = batch
+        return ((self.net.layers(inputs).squeeze(1) - targets).square() * mask).sum() / mask.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@for_each(
+    ("sizes", "empty", "steps", "options"),
+    [
+        # By steps: the batches that count, as (rank, batch).
+        ([3, 3], (1, 1), [[(0, 0), (1, 0), (0, 1)], [(0, 2), (1, 2)]], {"on_nonfinite": "raise"}),
+        # Its own step is skipped, and not those in which it stands for data that there is no more.
+        ([6, 2], (1, 1), [[(0, 2), (0, 3)], [(0, 4), (0, 5)]], {"on_nonfinite": "skip", "uneven_data": True}),
+    ],
+)
+@on_ranks()
+@like_torchrun()
+def test_a_loss_of_nan_that_has_no_weight_changes_nothing(
+    sizes: list[int], empty: tuple[int, int], steps: list[list[tuple[int, int]]], options: dict[str, Any]
+) -> None:
+    batches = [batches_of(rank, [4] * size) for rank, size in enumerate(sizes)]
+    batches[empty[0]][empty[1]][2].fill_(False)
+    weight = num_tokens if "uneven_data" not in options else None
+    module, reference = MeanOfTokens(), MeanOfTokens()
+    trainer = make_trainer(
+        BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, gradient_weight=weight, **options),
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        use_distributed_sampler=False,
+        precision="64-true",
+    )
+    trainer.fit(module, DataLoader(batches[dist.get_rank()], batch_size=None))  # type: ignore[arg-type]
+    optimizer = reference.configure_optimizers()
+    for step in steps:
+        counted = [batches[rank][index] for rank, index in step]
+        weights = [float(num_tokens(batch)) if weight else 1.0 for batch in counted]
+        losses = [w * reference.training_step(batch) for w, batch in zip(weights, counted, strict=True)]
+        optimizer.zero_grad()
+        (torch.stack(losses).sum() / sum(weights)).backward()
+        optimizer.step()
+    for param, right in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param, right, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("stopped", "data"), [(1, "stream"), (0, "sized")])
