@@ -401,16 +401,31 @@ def test_the_last_batch_of_a_rank_counts_if_it_steps_alone_and_runs_out_of_data_
     assert ranks == [[[-((2 + 6 + 1 + 3) + (6 + 6 + 3)) / 2] * 2] * 2] * 2
 
 
-@for_each(("skipped", "num_steps"), [([(1, 2)], 5), ([(0, 2), (1, 2)], 4)])
+def has_inputs(batch: Batch) -> bool:
+    return bool(batch[0].any())
+
+
+@for_each(
+    ("skipped", "options", "num_steps"),
+    [
+        ([(1, 2)], {}, 5),
+        ([(0, 2), (1, 2)], {}, 4),
+        ([(0, 2)], {"gradient_weight": has_inputs}, 4),  # nothing counts on the other rank
+    ],
+)
 @on_ranks()
 @like_torchrun()
-def test_a_grad_scaler_counts_the_steps_that_some_rank_took(skipped: list[tuple[int, int]], num_steps: int) -> None:
+def test_a_grad_scaler_counts_the_steps_that_some_rank_took(
+    skipped: list[tuple[int, int]], options: dict[str, Any], num_steps: int
+) -> None:
     """It doubles its scale at every step that is taken."""
     module = Module(Setting(EVEN, skipped=skipped)).float()
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1)
     precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
     batches = [(x.float(), y.float(), mask) for x, y, mask in batches_of(dist.get_rank(), EVEN[0])]
-    trainer = make_trainer("bucketddp", max_epochs=1, use_distributed_sampler=False, plugins=precision)
+    batches[2][0].mul_(not options)
+    strategy = BucketDDPStrategy(**options)
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, plugins=precision)
     trainer.fit(module, _Batches(batches))
     assert scaler.get_scale() == 2**num_steps
     assert_equal_on_all_ranks(module)
