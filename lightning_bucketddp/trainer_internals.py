@@ -230,6 +230,12 @@ def replace_result_class(trainer: Trainer, derive: Callable[[Any], Any]) -> None
     optimization.output_result_cls = derive(known(type(optimization), "output_result_cls"))
 
 
+def call_for_step(strategy: Any, step: str, *args: Any, **kwargs: Any) -> Any:
+    """Call the module, which runs its hooks, and in place of its `forward` this step of it."""
+    module = strategy.lightning_module
+    return known(strategy, "_forward_redirection")(module, module, step, *args, **kwargs)
+
+
 class ClosureParts(NamedTuple):
     """The parts of the closure that automatic optimization gives to an optimizer."""
 

@@ -46,7 +46,7 @@ _STATES: dict[Any, Callable[[Any], Any]] = {
     np.random.Generator: lambda generator: generator.bit_generator.state,
     torch.Generator: lambda generator: generator.get_state().tolist() if generator.device.type == "cpu" else "",
 }
-_HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes of modules that torch or Lightning change, or that hold no numbers.
 _NOT_OF_THE_USER = {*SET_BY_LIGHTNING, "log", "training_step"} | vars(nn.Module()).keys() - {
     *("training", "_parameters", "_buffers"),
@@ -178,13 +178,13 @@ def host_waits_reported(device: torch.device, report: Callable[[str], None]) -> 
 def find_hooks(root: nn.Module, num_ours: Callable[[Tensor], int]) -> str:
     """Describe a user's hook that runs in a step, or return ""; `num_ours` counts our own on a parameter."""
     for name, module in root.named_modules():
-        for hook in (hook for kind in _HOOKS_OF_MODULE for hook in getattr(module, kind, {}).values()):
+        for hook in (hook for kind in HOOKS_OF_MODULE for hook in getattr(module, kind, {}).values()):
             if is_of_user(hook):
                 return f"`{name or type(module).__name__}` has a hook, `{getattr(hook, '__qualname__', hook)}`"
     for name, param in root.named_parameters():
         if param._backward_hooks or len(param._post_accumulate_grad_hooks or ()) > num_ours(param):
             return f"`{name}` has a hook on its gradient"
-    if any(getattr(nn_module, f"_global{kind}", None) for kind in _HOOKS_OF_MODULE):
+    if any(getattr(nn_module, f"_global{kind}", None) for kind in HOOKS_OF_MODULE):
         return "there is a hook on all modules"
     return ""
 

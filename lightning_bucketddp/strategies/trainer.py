@@ -285,7 +285,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
             self.reducer.refuse_after_failure()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = super().training_step
+        step = trainer_step.with_hooks(self, super().training_step)
         return trainer_step.run_forward(self, lambda: step(*args, **kwargs))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -349,7 +349,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._progress.enter("validation")
         for part in self._parts:
             part.before_validation_step()
-        return super().validation_step(*args, **kwargs)
+        return trainer_step.with_hooks(self, super().validation_step)(*args, **kwargs)
 
     def on_test_start(self) -> None:
         for part in self._parts:

@@ -11,12 +11,14 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.checkpoint.checkpoint_io import write_on_rank_zero
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
+from lightning_bucketddp.graphs.proof import HOOKS_OF_MODULE
 from lightning_bucketddp.processes import rank_zero_warn
 from lightning_bucketddp.reducer.grad_hooks import adding_zeros
 from lightning_bucketddp.reducer.nonfinite import StepWithheld, drop_gradients, withhold_nonfinite
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, NOTHING, graphs_split, outside_of_graphs
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.strategies.fit_state import divide_optimizers, set_up_model
+from lightning_bucketddp.trainer_internals import call_for_step
 
 if TYPE_CHECKING:
     from lightning_bucketddp.recording.writer import MarkedStep, StepRecorder
@@ -91,6 +93,22 @@ def begin_batch(strategy: TrainerStrategy, batch_idx: int) -> None:
         divide_optimizers(strategy, module)  # the program has set others
     for part in strategy._parts:
         part.begin_batch(batch_idx)
+
+
+def with_hooks(strategy: TrainerStrategy, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `step` of a strategy, in a fit with the hooks that a user has put on the module, if there are some.
+
+    With `ddp` each step calls torch's wrapper, and that calls the module.
+    """
+    module, plugin, name = strategy.lightning_module, strategy.precision_plugin, step.__name__
+    if not strategy._state.is_fit or not any(getattr(module, kind) for kind in HOOKS_OF_MODULE):
+        return step
+
+    def call_module(*args: Any, **kwargs: Any) -> Any:
+        with plugin.train_step_context() if name == "training_step" else plugin.val_step_context():
+            return call_for_step(strategy, name, *args, **kwargs)
+
+    return call_module
 
 
 def run_forward(strategy: TrainerStrategy, step: Callable[[], Any]) -> Any:

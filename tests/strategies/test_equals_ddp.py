@@ -292,6 +292,18 @@ def contrastive(module: Any, batch: list[Tensor]) -> Tensor:
     return module.loss_of(hidden, batch[1], has_extra=has_extra)
 
 
+class CountsCalls(Regression):
+    """Changes with each call, by a hook, as a parameter of its own does under `torch.nn.utils.spectral_norm`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.register_forward_pre_hook(lambda _, inputs: self.seen.append(len(inputs)))
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        return self.loss(batch) * len(self.seen)
+
+
 class FrozenLate(Network):
     """Freezes a layer when its graph is there already, as networks that take turns do."""
 
@@ -614,6 +626,7 @@ USER_CODE = {
     "masks": Program(Network, lambda: {"callbacks": Masks()}),
     "masks_while_accumulating": Program(Network, lambda: {"callbacks": Masks(), "accumulate_grad_batches": 2}),
     "renormalised": Program(lambda: Network(norm=Renormalised(8))),
+    "hook_on_the_module": Program(CountsCalls, validates=True),
     "frozen_late": Program(FrozenLate, ddp=UNUSED),
     "talkative": Program(Talkative),
 }
