@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError
 from lightning_bucketddp.comm.process_group import abort_device_groups, leave_process_group
 from lightning_bucketddp.faults.failure import Failure, Kind, chain_of
 from lightning_bucketddp.faults.signals import is_main_thread
@@ -222,7 +223,14 @@ class Restarts:
         if failure.kind is Kind.STOPPED or not self._is_agreed(failure):
             return False
         self.count += 1
-        end_failed_fit(strategy.trainer, error, interrupt=strategy.root.interrupt)
+        try:
+            end_failed_fit(strategy.trainer, error, interrupt=strategy.root.interrupt)
+        except Exception as own:  # of a callback, such as one that saves to a full disk
+            has_aborted = handler is None or handler.watchdog.shutdown.has_aborted
+            if not has_aborted and not isinstance(own, CheckpointWriteError):  # which is raised on all ranks
+                raise  # others may wait for this one
+            if has_aborted or strategy.global_rank == 0:
+                log.error(wrap(f"bucketddp: a callback has failed before the restart: {type(own).__name__}: {own}"))
         self.note_requeue(is_pause=True)
         if strategy.global_rank == 0:  # now, because the thread that writes checkpoints has changed the record
             strategy._checkpoints.auto_resume.note_restart(failure, strategy.trainer)
@@ -280,7 +288,7 @@ class Restarts:
             return f"{why}. `start_method='spawn'` starts processes for each fit"
         if self.count >= self._option.number:
             return f"`max_restarts`, {self._option.number}, is reached"
-        if this == self._last:
+        if this == self._last and what != CheckpointWriteError.__name__:  # a full disk may have room again
             return "the same failure at the same batch twice is a defect of the program, or of its data"
         self._last = this
         self._num_in_vain = 0 if trainer.global_step > self._furthest else self._num_in_vain + 1

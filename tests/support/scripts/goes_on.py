@@ -5,9 +5,10 @@ RESULTS=directory python goes_on.py '{"start_method": "popen", "faults": [{"what
 What is in the command makes a run: its number of ranks is in RANKS, if another number shall go on with it.
 
 Faults come one after the other, each once, when its rank begins the step: `kill`, `raise` or the name of an exception,
-`stuck` (in Python), `exit`, `validation` or `epoch` (an exception in one, or as one begins), `await` (of a rank that
-knocks), `SIGINT`, `SIGTERM`, `SIGUSR1` (an exception, and the signal in the pause of 2 s before a restart), `interrupt`
-or `requeue` (the signal alone); rank None means every rank. A fault that has a `fit` comes in that one of several.
+`stuck` (in Python), `exit`, `full disk` (which the callbacks find, too), `validation` or `epoch` (an exception in one,
+or as one begins), `await` (of a rank that knocks), `SIGINT`, `SIGTERM`, `SIGUSR1` (an exception, and the signal in the
+pause of 2 s before a restart), `interrupt` or `requeue` (the signal alone); rank None means every rank. A fault that
+has a `fit` comes in that one of several.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 from lightning_bucketddp import BucketDDPMonitor, BucketDDPStrategy, LocalSteps, MaxRestarts, Timeouts
+from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
 STEPS_PER_EPOCH = 8
@@ -125,6 +127,8 @@ def meet(what: str) -> None:
     elif what in ("SIGINT", "SIGTERM", "SIGUSR1"):
         threading.Thread(target=kill_in_pause, args=(getattr(signal, what),), daemon=True).start()
         raise RuntimeError(f"by chance: {what}")
+    elif what == "full disk":
+        raise CheckpointWriteError("by chance: full disk")
     elif what == "await":
         while "waits for a checkpoint" not in (RESULTS / "output.txt").read_text():
             time.sleep(0.1)
@@ -177,6 +181,10 @@ class Counter(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.num_batches += 1
         module.counted["batches"].append(batch_idx)
+
+    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        if "full disk" in str(exception):
+            meet("full disk")
 
 
 class Rescue(OnExceptionCheckpoint):
