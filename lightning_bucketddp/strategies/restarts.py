@@ -131,7 +131,8 @@ class Restarts:
         """Return the result of `attempt`: a fit, which begins again if it fails, or another function of a Trainer."""
         if self._strategy.lightning_module is None:
             return attempt()
-        excepthook = sys.excepthook
+        excepthook, auto_resume = sys.excepthook, self._strategy._checkpoints.auto_resume
+        auto_resume.is_restart = False
         self.count, self._has_trained, self._requeue_signal = 0, False, 0
         self._last: tuple[object, ...] = ()  # the last failure and where it was
         self._furthest = 0  # the most steps of an attempt
@@ -148,7 +149,7 @@ class Restarts:
             # Outside of `except`, so that the error does not keep its frames.
             self._clean_up(excepthook)
             self._strategy.has_partial_step = True  # until the checkpoint is loaded
-            self._strategy._checkpoints.auto_resume.begin_restart()
+            auto_resume.begin_restart()
             self._strategy._loaders.restore_combined()
             begin_fit(self._strategy.trainer)
 
@@ -214,7 +215,8 @@ class Restarts:
     def _follows(self, error: Exception) -> bool:
         """Return whether a restart follows `error`, which has ended the run; if so, end the failed fit."""
         strategy = self._strategy
-        if not self._has_trained or isinstance(error, (*strategy.root.normal_ends, StartError)):
+        has_trained = self._has_trained or strategy._checkpoints.auto_resume.is_restart
+        if not has_trained or isinstance(error, (*strategy.root.normal_ends, StartError)):
             return False
         handler = strategy._fault_handler
         failure = None if handler is None else handler.watchdog.failure

@@ -143,6 +143,24 @@ def test_restarts_that_come_no_further_wait_longer_and_begin_at_the_start_withou
     assert times[3] - times[2] > 2
 
 
+def test_an_attempt_may_fail_before_it_trains_in_a_new_process_or_another(without_faults: Any, tmp_path: Path) -> None:
+    faults = [fault("kill", step=3), fault("setup", step=0), fault("raise", step=5), fault("setup", rank=0, step=0)]
+    finished = train(tmp_path, *faults, start_method="fork")
+    assert weights(finished) == without_faults, finished.output
+    output = " ".join(finished.output.split())
+    failed = re.findall(
+        r"bucketddp: restart \d of 10 .*? Rank (\d) \(process \d+ on [^ ]+\) (\w+(?: in [^ :]+)?)", output
+    )
+    assert failed == [("1", "died"), ("1", "failed in set-up"), ("1", "failed in forward"), ("0", "failed in set-up")]
+
+
+def test_a_run_without_any_intact_checkpoint_ends_at_once_and_says_so(tmp_path: Path) -> None:
+    finished = train(tmp_path, fault("no checkpoints", step=3), rescue=False)
+    assert finished.returncode != 0
+    assert finished.output.count("bucketddp: restart ") == 1
+    assert f"StartError: `max_restarts`: no checkpoint of this run under `{tmp_path}` is intact" in finished.output
+
+
 def test_a_disk_that_is_full_for_a_while_ends_neither_run_nor_processes(without_faults: Any, tmp_path: Path) -> None:
     faults = [fault("full disk", step=2), *[fault("full disk", rank=None, step=5)] * 3]  # the last three together
     finished = train(tmp_path, *faults, saving={"every_n_train_steps": 4})
