@@ -407,9 +407,11 @@ def replace_signal_handlers(
 
 def end_failed_fit(trainer: Trainer, error: BaseException, *, interrupt: Callable[..., None]) -> None:
     """Do what a Trainer does when a fit raises: notify callbacks, which may save, and tear down."""
-    interrupt(trainer, error)
-    known(trainer, "_teardown")()
-    trainer.state.stage = None
+    try:
+        interrupt(trainer, error)
+    finally:
+        known(trainer, "_teardown")()
+        trainer.state.stage = None
 
 
 def begin_fit(trainer: Trainer) -> None:

@@ -77,6 +77,11 @@ class Progress:
         """Follow the calling thread from now on: it is the one that trains."""
         self._thread = threading.get_ident()
 
+    def begin_set_up(self) -> None:
+        """Begin another run, which knows nothing of the batches of an earlier one."""
+        self._begin(_SET_UP)
+        self.epoch, self.batch = 0, None
+
     def enter(self, phase: str) -> None:
         """Begin another phase. Raises if the run is over."""
         self._begin(phase)

@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import logging
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -233,4 +234,6 @@ class ChildProcesses:
 def describe_end(rank: int, process: subprocess.Popen[bytes], *, when: str = "") -> str:
     status = process.returncode
     how = f"with exit status {status}" if status >= 0 else f"by {signal_name(-status)}"
-    return f"Rank {rank} (process {process.pid}) ended {how}{when}. Its output says why."
+    is_killed = status == -signal.SIGKILL  # without a word
+    why = "The kernel does that when memory runs out: see `dmesg`." if is_killed else "Its output says why."
+    return f"Rank {rank} (process {process.pid}) ended {how}{when}. {why}"

@@ -34,6 +34,7 @@ from lightning_bucketddp.checkpoint.run_record import Loggers, RunEnd, RunRecord
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.faults.failure import Failure
 from lightning_bucketddp.processes import rank_zero_info, rank_zero_warn
+from lightning_bucketddp.startup.store import StartError
 from lightning_bucketddp.trainer_internals import (
     continue_logger,
     ends_by_search,
@@ -63,7 +64,7 @@ class AutoResume:
         self._is_path_given = False
         self._record: RunRecord | None = None
         self._is_over = False
-        self._is_restart = False
+        self.is_restart = False  # on all ranks, also in new processes
         self._has_checkpoint = False
         self.has_saved = False  # a checkpoint, since `Restarts` has last asked
 
@@ -88,7 +89,6 @@ class AutoResume:
         of_run = self._describe_run(trainer, arguments), _absolute(trainer.default_root_dir)
         self._name = f"{of_run[0]}-{self.num_fits_ended[of_run]}"
         minimum = trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps
-        self._is_restart = False
         try:
             yield
         finally:
@@ -132,8 +132,8 @@ class AutoResume:
                 " again after resuming, and Lightning then forgets what it has loaded. Search with a `Tuner` first."
             )
         # A new process that replaces a rank does not know of the restart.
-        root, name, self._is_restart, self._is_path_given = collectives.broadcast_json(
-            [_absolute(trainer.default_root_dir), self._name, self._is_restart, self._is_path_given]
+        root, name, self.is_restart, self._is_path_given = collectives.broadcast_json(
+            [_absolute(trainer.default_root_dir), self._name, self.is_restart, self._is_path_given]
         )
         self._record, self._has_checkpoint = RunRecord(root, name), False
         if self._is_path_given:
@@ -141,8 +141,9 @@ class AutoResume:
             return
         chosen = _agree(self._record, collectives, checks_files=is_first_of_host)
         self._has_checkpoint = chosen is not None
-        if self._is_restart and chosen is None:
-            raise RuntimeError(f"`max_restarts`: no checkpoint of this run under `{root}` is intact, to go on from.")
+        if self.is_restart and chosen is None:
+            where = f"under `{root}` is intact, to go on from. To begin with one, pass `ckpt_path`."
+            raise StartError(f"`max_restarts`: no checkpoint of this run {where}")
         choice = _log_choice(self._record, chosen, root, trainer) if collectives.rank == 0 else None
         self._is_over, loggers = collectives.broadcast_json(choice)
         if self._is_over:
@@ -155,7 +156,7 @@ class AutoResume:
 
     def begin_restart(self) -> None:
         """Have the next fit begin with a checkpoint of this run, also where the user gave another for the first."""
-        self._is_restart, self._is_path_given = True, False
+        self.is_restart, self._is_path_given = True, False
 
     def note_restart(self, failure: Failure, trainer: Trainer) -> None:
         """Note, on rank zero, that a restart follows `failure`."""

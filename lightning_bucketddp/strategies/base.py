@@ -126,6 +126,7 @@ class StrategyBase:
 
     def _start_together(self) -> None:
         """Make the process group, once all ranks are there."""
+        self._progress.begin_set_up()
         check_devices(self.root_device, *self.options.torch_devices)
         if self.restarts is not None:
             self.restarts.begin_attempt()

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError
 from lightning_bucketddp.comm.process_group import abort_device_groups, leave_process_group
 from lightning_bucketddp.faults.failure import Failure, Kind, chain_of
 from lightning_bucketddp.faults.signals import is_main_thread
@@ -135,7 +136,8 @@ class Restarts:
         """Return the result of `attempt`: a fit, which begins again if it fails, or another function of a Trainer."""
         if self._strategy.lightning_module is None:
             return attempt()
-        excepthook = sys.excepthook
+        excepthook, auto_resume = sys.excepthook, self._strategy._checkpoints.auto_resume
+        auto_resume.is_restart = False
         self.count, self._has_trained, self._requeue_signal = 0, False, 0
         self._last: tuple[object, ...] = ()  # the last failure and where it was
         self._furthest = 0  # the most steps of an attempt
@@ -152,7 +154,7 @@ class Restarts:
             # Outside of `except`, so that the error does not keep its frames.
             self._clean_up(excepthook)
             self._strategy.has_partial_step = True  # until the checkpoint is loaded
-            self._strategy._checkpoints.auto_resume.begin_restart()
+            auto_resume.begin_restart()
             self._strategy._loaders.restore_combined()
             begin_fit(self._strategy.trainer)
 
@@ -218,7 +220,8 @@ class Restarts:
     def _follows(self, error: Exception) -> bool:
         """Return whether a restart follows `error`, which has ended the run; if so, end the failed fit."""
         strategy = self._strategy
-        if not self._has_trained or isinstance(error, (*strategy.root.normal_ends, StartError)):
+        has_trained = self._has_trained or strategy._checkpoints.auto_resume.is_restart
+        if not has_trained or isinstance(error, (*strategy.root.normal_ends, StartError)):
             return False
         handler = strategy._fault_handler
         failure = None if handler is None else handler.watchdog.failure
@@ -227,7 +230,14 @@ class Restarts:
         if failure.kind is Kind.STOPPED or not self._is_agreed(failure):
             return False
         self.count += 1
-        end_failed_fit(strategy.trainer, error, interrupt=strategy.root.interrupt)
+        try:
+            end_failed_fit(strategy.trainer, error, interrupt=strategy.root.interrupt)
+        except Exception as own:  # of a callback, such as one that saves to a full disk
+            has_aborted = handler is None or handler.watchdog.shutdown.has_aborted
+            if not has_aborted and not isinstance(own, CheckpointWriteError):  # which is raised on all ranks
+                raise  # others may wait for this one
+            if has_aborted or strategy.global_rank == 0:
+                log.error(wrap(f"bucketddp: a callback has failed before the restart: {type(own).__name__}: {own}"))
         self.note_requeue(is_pause=True)
         if strategy.global_rank == 0:  # now, because the thread that writes checkpoints has changed the record
             strategy._checkpoints.auto_resume.note_restart(failure, strategy.trainer)
@@ -285,7 +295,7 @@ class Restarts:
             return f"{why}. `start_method='spawn'` starts processes for each fit"
         if self.count >= self._option.number:
             return f"`max_restarts`, {self._option.number}, is reached"
-        if this == self._last:
+        if this == self._last and what != CheckpointWriteError.__name__:  # a full disk may have room again
             return "the same failure at the same batch twice is a defect of the program, or of its data"
         self._last = this
         self._num_in_vain = 0 if trainer.global_step > self._furthest else self._num_in_vain + 1

@@ -276,14 +276,18 @@ def port_in_use(port: int) -> str:
 # --- Processes that a launcher watches
 
 
-@for_each(("command", "how"), [("kill -9 $$", "by signal 9 (SIGKILL)"), ("true", "with exit status 0")])
-def test_processes_that_end_are_named_and_the_others_ended(command: str, how: str) -> None:
+@for_each(
+    ("command", "how", "why"),
+    [
+        ("kill -9 $$", "by signal 9 (SIGKILL)", "The kernel does that when memory runs out: see `dmesg`."),
+        ("true", "with exit status 0", "Its output says why."),
+    ],
+)
+def test_processes_that_end_are_named_and_the_others_ended(command: str, how: str, why: str) -> None:
     ended, sleeping = children = [subprocess.Popen(["sh", "-c", it]) for it in (command, "exec sleep 1000")]
     launched = ChildProcesses(SimpleNamespace(children=children), rank=4, local_rank=0)
     ended.wait()
-    assert launched.find_failure() == (
-        f"Rank 5 (process {ended.pid}) ended {how} before all ranks had joined. Its output says why."
-    )
+    assert launched.find_failure() == (f"Rank 5 (process {ended.pid}) ended {how} before all ranks had joined. {why}")
     with pytest.raises(KeyboardInterrupt), launched.ended_on_failure():
         raise KeyboardInterrupt
     assert sleeping.returncode == -signal.SIGKILL

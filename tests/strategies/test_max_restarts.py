@@ -143,6 +143,35 @@ def test_restarts_that_come_no_further_wait_longer_and_begin_at_the_start_withou
     assert times[3] - times[2] > 2
 
 
+def test_an_attempt_may_fail_before_it_trains_in_a_new_process_or_another(without_faults: Any, tmp_path: Path) -> None:
+    faults = [fault("kill", step=3), fault("setup", step=0), fault("raise", step=5), fault("setup", rank=0, step=0)]
+    finished = train(tmp_path, *faults, start_method="fork")
+    assert weights(finished) == without_faults, finished.output
+    output = " ".join(finished.output.split())
+    failed = re.findall(
+        r"bucketddp: restart \d of 10 .*? Rank (\d) \(process \d+ on [^ ]+\) (\w+(?: in [^ :]+)?)", output
+    )
+    assert failed == [("1", "died"), ("1", "failed in set-up"), ("1", "failed in forward"), ("0", "failed in set-up")]
+
+
+def test_a_run_without_any_intact_checkpoint_ends_at_once_and_says_so(tmp_path: Path) -> None:
+    finished = train(tmp_path, fault("no checkpoints", step=3), rescue=False)
+    assert finished.returncode != 0
+    assert finished.output.count("bucketddp: restart ") == 1
+    assert f"StartError: `max_restarts`: no checkpoint of this run under `{tmp_path}` is intact" in finished.output
+
+
+def test_a_disk_that_is_full_for_a_while_ends_neither_run_nor_processes(without_faults: Any, tmp_path: Path) -> None:
+    faults = [fault("full disk", step=2), *[fault("full disk", rank=None, step=5)] * 3]  # the last three together
+    finished = train(tmp_path, *faults, saving={"every_n_train_steps": 4})
+    assert weights(finished) == without_faults, finished.output
+    assert finished.output.count("a callback has failed before the restart: CheckpointWriteError: by chance") == 5
+    for rank in range(2):
+        attempts = notes(tmp_path, "attempts", rank)
+        assert [attempt["step"] for attempt in attempts] == [0, 0, 4, 4, 4]
+        assert len({attempt["pid"] for attempt in attempts}) == 1
+
+
 def test_under_torchrun_an_exception_ends_no_process(without_faults: Any, tmp_path: Path) -> None:
     faults = [fault("raise", step=2), fault("raise", rank=0, step=5)]
     finished = train(tmp_path, *faults, within=TORCHRUN, monitor=True)

@@ -5,9 +5,11 @@ RESULTS=directory python goes_on.py '{"start_method": "popen", "faults": [{"what
 What is in the command makes a run: its number of ranks is in RANKS, if another number shall go on with it.
 
 Faults come one after the other, each once, when its rank begins the step: `kill`, `raise` or the name of an exception,
-`stuck` (in Python), `exit`, `validation` or `epoch` (an exception in one, or as one begins), `await` (of a rank that
-knocks), `SIGINT`, `SIGTERM`, `SIGUSR1` (an exception, and the signal in the pause of 2 s before a restart), `interrupt`
-or `requeue` (the signal alone); rank None means every rank. A fault that has a `fit` comes in that one of several.
+`stuck` (in Python), `exit`, `full disk` (which the callbacks find, too), `validation` or `epoch` (an exception in one,
+or as one begins), `setup` (an exception there, after the fault before, at step 0), `no checkpoints` (are left), `await`
+(of a rank that knocks), `SIGINT`, `SIGTERM`, `SIGUSR1` (an exception, and the signal in the pause of 2 s before a
+restart), `interrupt` or `requeue` (the signal alone); rank None means every rank. A fault that has a `fit` comes in
+that one of several.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -41,6 +44,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 from lightning_bucketddp import BucketDDPMonitor, BucketDDPStrategy, LocalSteps, MaxRestarts, Timeouts
+from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
 STEPS_PER_EPOCH = 8
@@ -84,6 +88,9 @@ class Learner(LightningModule):
             note("validated", self.num_validated.compute().item(), self.global_rank)
         self.num_validated.reset()
 
+    def setup(self, stage: str) -> None:
+        self._meet_fault("setup")
+
     def on_train_epoch_start(self) -> None:
         self._meet_fault("epoch")
 
@@ -110,7 +117,9 @@ class Learner(LightningModule):
 
     def _meet_fault(self, where: str = "training") -> None:
         for number, fault in self._faults.items():
-            is_here = where == (fault["what"] if fault["what"] in ("validation", "epoch") else "training")
+            is_here = where == (fault["what"] if fault["what"] in ("validation", "epoch", "setup") else "training")
+            if fault["what"] == "setup" and not list(RESULTS.glob(f"fault{number - 1}.*")):
+                continue
             is_due = is_here and self.global_step == fault["step"] and fault["rank"] in (self.global_rank, None)
             if is_due and (fault.get("always") or is_first(f"fault{number}.{self.global_rank}")):
                 meet(fault["what"])
@@ -126,6 +135,11 @@ def meet(what: str) -> None:
     elif what in ("SIGINT", "SIGTERM", "SIGUSR1"):
         threading.Thread(target=kill_in_pause, args=(getattr(signal, what),), daemon=True).start()
         raise RuntimeError(f"by chance: {what}")
+    elif what == "no checkpoints":
+        shutil.rmtree(RESULTS / ".bucketddp")
+        raise RuntimeError(f"by chance: {what}")
+    elif what == "full disk":
+        raise CheckpointWriteError("by chance: full disk")
     elif what == "await":
         while "waits for a checkpoint" not in (RESULTS / "output.txt").read_text():
             time.sleep(0.1)
@@ -179,6 +193,10 @@ class Counter(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.num_batches += 1
         module.counted["batches"].append(batch_idx)
+
+    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        if "full disk" in str(exception):
+            meet("full disk")
 
 
 class Rescue(OnExceptionCheckpoint):
