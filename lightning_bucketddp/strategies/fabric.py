@@ -104,7 +104,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         self._take_options(arguments)
         self.reducers: dict[nn.Module, Reducer] = {}
         self._shared_buffers: dict[nn.Module, SharedBuffers] = {}
-        self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of modules that were set up
+        self._copies: set[weakref.ref[nn.Module]] = set()  # of modules that were set up; `WeakSet` cannot be pickled
         self._checks: ReplicaComparison | None = None
         self._optimizers: list[Optimizer] = []
         self.shards: Shards | None = None
@@ -174,11 +174,11 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FabricStrategy:
         """Return this strategy for a copy of a module that was set up, which computes, but has no reducer."""
-        copies = [memo[id(module)] for module in (*self.reducers, *self._copies) if id(module) in memo]
+        copies = [memo[id(it)] for it in (*self.reducers, *(ref() for ref in tuple(self._copies))) if id(it) in memo]
         # Without attributes: the copy is not complete, because the module itself, not what Fabric returned, is copied.
         for module in [module for module in copies if vars(module) and self.world_size > 1]:
             kind = type(module).__name__
-            self._copies.add(module)
+            self._copies.add(weakref.ref(module, self._copies.discard))
             refuse_gradients(
                 module.parameters(),
                 f"This `{kind}` is a copy of a module that `fabric.setup` has returned, and its gradients are not"

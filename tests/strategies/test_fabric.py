@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 import lightning_bucketddp
@@ -22,6 +23,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from tests.strategies.test_equals_ddp import mask
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
+from tests.support.programs import REPOSITORY, run
 from tests.support.ranks import device, on_ranks, raised_by, run_on_ranks
 from tests.support.scripts.fabrics import ROOTS, make_fabric
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
@@ -383,6 +385,25 @@ def test_a_copy_cannot_be_trained_before_it_is_set_up(num_copies: int) -> None:
     )
     expected = train(make_fabric("ddp"), copy.deepcopy(copied.module))
     torch.testing.assert_close(train(make_fabric("bucketddp"), copied.module), expected, rtol=0, atol=0)
+
+
+def train_spawned(fabric: Any) -> list[list[float]]:
+    return [value.tolist() for value in train(fabric)[0].values()]  # tensors would end with the process that made them
+
+
+def train_where_ranks_are_spawned() -> None:
+    """A program of its own: print whether the weights are those of `ddp`."""
+    ours, ddp = (
+        Fabric(accelerator="cpu", devices=2, strategy=name).launch(train_spawned)
+        for name in ("bucketddp_spawn", "ddp_spawn")
+    )
+    print("weights are equal:", ours == ddp)
+
+
+def test_ranks_are_spawned(tmp_path: Path) -> None:
+    program = f"from {__name__} import train_where_ranks_are_spawned as train; train()"
+    finished = run("-c", program, root="lightning.pytorch", directory=tmp_path, cwd=REPOSITORY)
+    assert "weights are equal: True" in finished.output, finished.output
 
 
 @on_ranks()
