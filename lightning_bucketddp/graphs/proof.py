@@ -179,7 +179,7 @@ def find_hooks(root: nn.Module, num_ours: Callable[[Tensor], int]) -> str:
     """Describe a user's hook that runs in a step, or return ""; `num_ours` counts our own on a parameter."""
     for name, module in root.named_modules():
         for hook in (hook for kind in HOOKS_OF_MODULE for hook in getattr(module, kind, {}).values()):
-            if is_of_user(hook):
+            if is_of_user(hook) or module is root:  # a captured step calls `training_step`
                 return f"`{name or type(module).__name__}` has a hook, `{getattr(hook, '__qualname__', hook)}`"
     for name, param in root.named_parameters():
         if param._backward_hooks or len(param._post_accumulate_grad_hooks or ()) > num_ours(param):

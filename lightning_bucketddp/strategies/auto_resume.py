@@ -131,10 +131,12 @@ class AutoResume:
                 f"`auto_resume=True` and the callback `{type(finders[0]).__name__}` do not go together: it searches"
                 " again after resuming, and Lightning then forgets what it has loaded. Search with a `Tuner` first."
             )
-        # A new process that replaces a rank does not know of the restart.
-        root, name, self.is_restart, self._is_path_given = collectives.broadcast_json(
-            [_absolute(trainer.default_root_dir), self._name, self.is_restart, self._is_path_given]
+        ranks = collectives.gather_json(
+            [self.is_restart, self._is_path_given, _absolute(trainer.default_root_dir), self._name]
         )
+        _, self._is_path_given, root, name = ranks[0]
+        if any(is_restart for is_restart, *_ in ranks):  # a new process does not know of it
+            self.begin_restart()
         self._record, self._has_checkpoint = RunRecord(root, name), False
         if self._is_path_given:
             rank_zero_info("bucketddp: `auto_resume`: `ckpt_path` was given: resuming from there.")

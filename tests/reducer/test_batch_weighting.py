@@ -454,7 +454,7 @@ def test_what_is_weighed_counts_as_in_one_process(what: str) -> None:
 def test_every_kind_of_bucket_is_weighed(
     config: str, num_micro_batches: int, world_size: int, exchanges_each: bool
 ) -> None:
-    options = {"num_micro_batches": num_micro_batches, "exchanges_each": exchanges_each}
+    options: Any = {"num_micro_batches": num_micro_batches, "exchanges_each": exchanges_each}
     run_on_ranks(weighted_mean, world_size=world_size, config=config, **options)
 
 

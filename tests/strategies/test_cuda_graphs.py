@@ -480,6 +480,10 @@ def hook_first(trainer: Any, pl_module: Any) -> None:
     pl_module.first.register_forward_hook(lambda module, args, output: output * 2)
 
 
+def hook_root(trainer: Any, pl_module: Any) -> None:
+    pl_module.register_forward_pre_hook(torch._assert)  # of torch, as those of `spectral_norm`; it does nothing here
+
+
 def weight_of_rank(batch: list[Tensor]) -> float:
     return 1.0 + 4 * dist.get_rank()
 
@@ -600,6 +604,9 @@ PROGRAMS = {
     "unused": Program(Unused, reason="got no gradient", of_several_ranks=True),
     "hook_on_module": Program(
         callbacks=lambda: [LambdaCallback(on_train_start=hook_first)], reason="`first` has a hook"
+    ),
+    "hook_on_root": Program(
+        callbacks=lambda: [LambdaCallback(on_train_start=hook_root)], reason="` has a hook, `_assert`"
     ),
 }
 

@@ -117,12 +117,14 @@ def test_rank_zero_is_replaced_too_by_a_launcher_that_is_no_rank(
     faults = [fault("kill", rank=0, step=3), fault("kill", step=6), fault("exit", rank=0, step=9)]
     # From step 5 on a save waits for the validation at step 8. Only the rank that stays could know of it there.
     saving = {"every_n_train_steps": 5, "monitor": "loss", "save_on_train_epoch_end": False}
-    finished = train(tmp_path, *faults, start_method=start_method, saving=saving)
+    train(tmp_path, start_method=start_method, saving={"every_n_train_steps": 2}, epochs=1)
+    given = str(tmp_path / "checkpoints" / "epoch=0-step=2.ckpt")  # nor does a new process begin there again
+    finished = train(tmp_path, *faults, start_method=start_method, saving=saving, ckpt_path=given)
     assert weights(finished) == without_faults, finished.output
     assert_each_sample_once(tmp_path)
-    for rank, num_processes in enumerate((3, 2)):
+    for rank, num_processes in enumerate((4, 3)):
         attempts = notes(tmp_path, "attempts", rank)
-        assert [attempt["step"] for attempt in attempts] == [0, 3, 6, 9]
+        assert [attempt["step"] for attempt in attempts] == [0, 2, 3, 6, 9]
         assert len({attempt["pid"] for attempt in attempts}) == num_processes
     assert "takes the place of rank 0, which ended with status -9." in finished.output
 
