@@ -36,8 +36,8 @@ def null_classes() -> list[str]:
 # What there is at most, and where it shall end.
 BUDGET: dict[str, tuple[Callable[[], int], int, int]] = {
     "files": (lambda: len(FILES), 105, 105),
-    "lines": (lambda: count_lines(with_commands=True), 24_206, 22_400),
-    "lines without commands": (lambda: count_lines(with_commands=False), 21_664, 18_900),
+    "lines": (lambda: count_lines(with_commands=True), 24_231, 22_400),
+    "lines without commands": (lambda: count_lines(with_commands=False), 21_689, 18_900),
     "options": (lambda: len(inspect.signature(BucketDDPStrategy.__init__).parameters) - 1, 32, 32),
     "own classes of the strategy": (lambda: len(own_classes()), 3, 3),
     "files with Trainer internals": (lambda: 1 + len(outside_of_the_place_for_it()), 1, 1),

@@ -84,5 +84,6 @@ def test_what_is_imported_is_declared(installed: Path) -> None:
     names = imported_modules() - sys.stdlib_module_names - ours - of_the_user
     assert of_the_user < imported_modules()
     # Not `packages_distributions`, which knows few of them on Python 3.10.
-    found = {file.parts[0].removesuffix(".py"): it.name for it in distributions() for file in it.files or []}
+    records = {it.name: (it.read_text("RECORD") or "").splitlines() for it in distributions()}  # `files` looks at each
+    found = {re.split("[/,]", line)[0].removesuffix(".py"): name for name, lines in records.items() for line in lines}
     assert {found[name].lower().replace("_", "-") for name in names} == declared

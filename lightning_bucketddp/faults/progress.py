@@ -195,7 +195,7 @@ class Shutdown:
     rank: int
     timeout_s: float
     has_aborted: bool = False  # this rank no longer waits for others
-    # When the thread has raised, so that only callbacks run still, and since when it could have; None: neither.
+    # When the thread had raised, so that only callbacks run still, or was done, and when it could have; None: neither.
     raised_at: float | None = None
     _pressed_at: float | None = None
 

@@ -28,6 +28,9 @@ _ABORT = "abort"
 _TICK_S = 0.2
 # Until all ranks have introduced themselves: one that dies at once should be known by then.
 _FIRST_TICK_S = 0.02
+# How often, and how long, a rank that is done asks whether the others are. They may wait for what it does afterwards.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+_DONE_WITHIN_S = 5.0
 # Ranks that raise together do so within this.
 _TOGETHER_WITHIN_S = 0.7
 # What broke a connection is found out within this.
@@ -73,6 +76,7 @@ class Watchdog:
         self._to_report: Failure | None = None
         self._all_know_of_stop = False
         self._has_acknowledged = False
+        self._is_done = False
         # When these things happened; None: they have not.
         self._failed_at: float | None = None
         self._stop_at: float | None = None
@@ -114,7 +118,7 @@ class Watchdog:
 
     @property
     def is_ending(self) -> bool:
-        """Return whether this rank has raised, and only callbacks run still."""
+        """Return whether this rank has raised, and only callbacks run still, or is done."""
         return self.shutdown.raised_at is not None
 
     @property
@@ -152,6 +156,16 @@ class Watchdog:
         self.progress.end_with = None  # it is ending
         return self.failure
 
+    def await_others(self) -> None:
+        """Wait a little until all ranks have done their part, as this one has, or one has failed."""
+        self.shutdown.raised_at = began_at = time.monotonic()  # nothing has to be ended here
+        num_done, self._is_done, pause_s = self.channel.add("num_done"), True, _FIRST_PAUSE_S
+        while num_done not in (None, self.channel.world_size) and not (self._settled.is_set() or self.stop_signal):
+            if self.failure is None and time.monotonic() - began_at > _DONE_WITHIN_S:
+                return
+            self._settled.wait(max(pause_s, self.channel.interval(0.0)))
+            num_done, pause_s = self.channel.add("num_done", 0), min(2 * pause_s, _LONGEST_PAUSE_S)
+
     def _run(self) -> None:
         local_ranks = self.channel.local_ranks
         is_woken, asked_at = True, 0.0
@@ -171,6 +185,7 @@ class Watchdog:
         if self.failure is not None and self.channel.store_rank == self.channel.rank:
             self._let_others_learn()
         self.channel.set(f"left/{self.channel.rank}", 1)
+        self.channel.add("num_done", not self._is_done and self.failure is None)
         self.channel.close()
 
     def _let_others_learn(self) -> None:

@@ -122,6 +122,16 @@ class FaultHandler:
         # late.
         atexit.register(self._end_with_python)
 
+    def await_others(self) -> int:
+        """Wait a little until the run is over on all ranks, so that they begin the next one in the same process group.
+
+        Return the signal that has come to some rank, or 0.
+        """
+        self.watchdog.await_others()
+        if self.watchdog.shutdown.has_aborted:
+            leave_process_group()
+        return self.watchdog.stop_signal
+
     def end(self) -> None:
         """Stop watching: the run is over on this rank, well or not."""
         self._undo.close()

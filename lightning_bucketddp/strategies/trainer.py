@@ -441,7 +441,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
             self._state.shards.follow_params()
 
     def end_run(self) -> None:
-        stop_signal = 0 if self.signals is None else self.signals.stop_signal
+        stop_signal = 0 if self._fault_handler is None else self._fault_handler.await_others()
         self._end_watching()
         done, self._state.done = self._state.done, []
         if done:

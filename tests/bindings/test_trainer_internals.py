@@ -375,6 +375,18 @@ def test_the_plugin_for_layers(root: Any, strategy: str) -> None:
         assert (internals.layer_sync_of(trainer.strategy) is not None) == is_on
 
 
+def test_a_step_runs_with_the_hooks_of_the_module(root: Any) -> None:
+    seen: list[Any] = []
+
+    def step(trainer: Any) -> None:
+        trainer.lightning_module.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+        output = internals.call_for_step(trainer.strategy, "training_step", torch.ones(1, 2), 5)
+        assert output.shape == ()
+
+    trainer_with(root, callbacks=[calling(root, on_train_start=step)]).fit(model_of(root))
+    assert seen == [5]
+
+
 def test_averages_that_callbacks_keep(root: Any) -> None:
     if not hasattr(root.callbacks, "WeightAveraging"):
         pytest.skip("Lightning before 2.6 has none")

@@ -224,3 +224,56 @@ def test_a_trainer_whose_ranks_have_failed_at_different_steps_does_not_fit_again
         assert not none
         # Another Trainer goes on from the step that rank 0 has taken.
         assert seen["weights"] == [[-1.0 * (FAILS_IN + 1 + 6)] * 4] * 6
+
+
+class FailsAtTheEnd(LightningModule):
+    """Raises on rank 1 in the second run, when the other ranks need nothing of it any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.number = 0
+
+    def training_step(self, batch: Any) -> Tensor:
+        self.check_run()
+        return self.weight.sum()
+
+    def predict_step(self, batch: Any) -> None:
+        self.check_run()
+
+    def check_run(self) -> None:
+        numbers: Any = self.all_gather(torch.tensor(self.number))
+        assert numbers.tolist() == [self.number] * 2, "the ranks are in different runs"
+
+    def on_predict_epoch_end(self) -> None:
+        self.fail()
+
+    def on_fit_end(self) -> None:
+        self.fail()
+
+    def fail(self) -> None:
+        if self.number == 1 and self.global_rank == 1:
+            raise RuntimeError("boom")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def run_again(*, run: str, directory: Path) -> None:
+    module, errors = FailsAtTheEnd(), []
+    for module.number in range(3):
+        trainer = make_trainer(BucketDDPStrategy(), devices=2, max_epochs=1)
+        try:
+            getattr(trainer, run)(module, DataLoader(TensorDataset(torch.zeros(4, 1))))
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error))
+    write(directory / f"seen{trainer.global_rank}.json", {"errors": errors})
+
+
+@pytest.mark.parametrize("run", ["predict", "fit"])
+def test_a_rank_that_fails_when_the_others_are_done_is_with_them_in_the_next_run(run: str, tmp_path: Path) -> None:
+    with doomed_ranks(run_again, run=run, directory=tmp_path) as ranks:
+        ended = ranks.wait()
+    assert ended.exit_codes == [0, 0], ended.output
+    assert [ended.results[f"seen{rank}"]["errors"] for rank in range(2)] == [[""] * 3, ["", "boom", ""]]
