@@ -268,7 +268,7 @@ class CapturedSteps(RunPart):
         def run() -> None:
             step.graph.replay()
             step.gradients.attach()
-            if self._reducer.is_alone:
+            if self._reducer.is_alone and strategy.loss_factor() != 0:
                 self._reducer.finiteness.check_loss(step.result.loss)
 
         with torch.no_grad():
